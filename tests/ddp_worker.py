@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import inspect
 import math
 import sys
 import warnings
@@ -20,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress import Gather, Max, Outcome, Sum
 from hvd_compress.auto import choosing
-from hvd_compress.base import Compressor
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.torch import (
@@ -39,7 +37,8 @@ from hvd_compress.torch import (
 from hvd_compress.torch.state.rank_states import own as own_states
 from tests.devices import DEVICE, start_process_group
 from tests.ring_method import Ring
-from tests.scenarios import run_all
+from tests.scenarios import of_program, run_all
+from tests.stateless import Stateless
 
 STEPS = 6
 #: one that was made before there is a process group
@@ -216,14 +215,8 @@ def a_checkpoint_may_have_all_ranks() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rounds(Compressor, name="test-ddp-rounds"):
+class _Rounds(Stateless, name="test-ddp-rounds"):
     """Three rounds of different kinds; payloads of different sizes."""
-
-    def init(self, gradient):
-        return {}
-
-    def per_rank(self, gradient):
-        return frozenset()
 
     def exchange(self, gradient, state, context):
         largest = yield Max(gradient.abs().view(-1))
@@ -701,14 +694,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-SCENARIOS = {
-    name: function
-    for name, function in list(globals().items())
-    if inspect.isfunction(function)
-    and function.__module__ == __name__
-    and not name.startswith("_")
-    and name != "main"
-}
+SCENARIOS = of_program(globals())
 
 
 def scenarios_of(ranks: int) -> dict[str, Callable[[], None]]:

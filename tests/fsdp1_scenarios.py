@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import tempfile
 import warnings
 import weakref
@@ -45,6 +44,7 @@ from tests.fsdp_worker import (
     _take_nan,
     _train,
 )
+from tests.scenarios import of_program
 
 FULL, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD
 
@@ -360,8 +360,4 @@ def mistakes_with_flat_shards_are_errors() -> None:
         compress(_wrapped(shard), replica, "topk", seed=dist.get_rank() % 2)
 
 
-SCENARIOS = {
-    name: function
-    for name, function in list(globals().items())
-    if inspect.isfunction(function) and function.__module__ == __name__ and not name.startswith("_")
-}
+SCENARIOS = of_program(globals())

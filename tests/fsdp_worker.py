@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from hvd_compress.errors import ConfigError, MismatchError, NeedsTuning, Unsuppo
 from hvd_compress.methods import as_compressor
 from hvd_compress.torch.ddp.replica_engine import ReplicaEngine
 from tests.devices import DEVICE, start_process_group
-from tests.scenarios import run_all
+from tests.scenarios import of_program, run_all
 
 STEPS, LR = 4, 0.05
 DGC = "dgc:density=0.05,momentum=0.9,min_size=0"
@@ -795,14 +794,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-SCENARIOS = {
-    name: function
-    for name, function in list(globals().items())
-    if inspect.isfunction(function)
-    and function.__module__ == __name__
-    and not name.startswith("_")
-    and name != "main"
-}
+SCENARIOS = of_program(globals())
 
 if __name__ == "__main__":
     from tests import fsdp_worker

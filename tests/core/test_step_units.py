@@ -115,7 +115,8 @@ def test_at_rate_one_it_is_error_feedback_bit_for_bit():
 def test_it_obeys_the_laws(make):
     """At rate 1, where what waits has the units of what was sent."""
     method = chain(STEPS, via=VIAS[0])
-    check_laws(method, make=make, sizes=(1, 3), learning_rate=1.0)
+    shapes = ((), (7,), (33, 40))
+    check_laws(method, make=make, sizes=(1, 3), shapes=shapes, learning_rate=1.0)
 
 
 def test_a_reducer_is_told_the_rate():

@@ -49,8 +49,9 @@ def test_the_method_from_scratch_obeys_the_laws(monkeypatch):
     check_laws(as_compressor("sign_topk:density=0.05"), make=np.asarray, namespace=scope)
     made = as_compressor("scaled-sign")
     assert made == scope["ScaledSign"]()
-    check_laws(made, make=torch.from_numpy, namespace=scope)
-    check_laws(made, make=tf.convert_to_tensor, namespace=scope)
+    for make in (torch.from_numpy, tf.convert_to_tensor):
+        usual = {"sizes": (1, 3), "dtypes": ("float16", "float32"), "shapes": ((7,), (33, 40))}
+        check_laws(made, make=make, namespace=scope, **usual)
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from hvd_compress import (
     DGC,
     Broadcast,
     CompressionError,
-    Compressor,
     Context,
     Gather,
     Max,
@@ -24,6 +23,7 @@ from hvd_compress import (
 )
 from hvd_compress.backends import backend_of
 from hvd_compress.engines.lockstep import World, reply_to, run
+from tests.stateless import Stateless
 
 MAKES = [np.asarray, torch.from_numpy]
 
@@ -107,14 +107,8 @@ def test_gather_keeps_rank_order_and_sizes():
 
 
 @dataclasses.dataclass(frozen=True)
-class ThreeRounds(Compressor, name="test-three-rounds"):
+class ThreeRounds(Stateless, name="test-three-rounds"):
     """The average in units of the largest magnitude: Max, Gather and Sum, one after the other."""
-
-    def init(self, gradient):
-        return {}
-
-    def per_rank(self, gradient):
-        return frozenset()
 
     def exchange(self, gradient, state, context):
         xp = backend_of(gradient)

@@ -10,7 +10,6 @@ from hvd_compress import (
     FP16,
     QSGD,
     After,
-    Compressor,
     ConfigError,
     MomentumAfter,
     NoCompression,
@@ -30,6 +29,7 @@ from hvd_compress.engines.lockstep import World
 from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.stats import norm_of_residual
+from tests.stateless import Stateless
 
 DENSE = DGC(density=1.0, min_size=0)
 
@@ -96,13 +96,7 @@ def test_momenta_must_agree():
     assert partition(("a", DGC(momentum=0.9)), otherwise="none").momentum == 0.9
 
 
-class Plain(Compressor, name="test-plain"):
-    def init(self, gradient):
-        return {}
-
-    def per_rank(self, gradient):
-        return frozenset()
-
+class Plain(Stateless, name="test-plain"):
     def exchange(self, gradient, state, context):
         total = yield Sum(gradient)
         return Outcome(total / context.size, gradient.reshape(-1), state)

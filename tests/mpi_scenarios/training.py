@@ -30,6 +30,7 @@ from hvd_compress.systems.rounds import DiLoCo
 from tests.method_table import ROWS
 from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
 from tests.scenarios import applies
+from tests.stateless import Stateless
 
 SHAPES = {"w1": (40, 30), "b1": (30,), "w2": (30, 20), "b2": (20,), "one": (1,), "none": (0,)}
 
@@ -257,14 +258,8 @@ def nan_reaches_all_and_enters_no_state() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rounds(Compressor, name="test-mpi-rounds"):
+class _Rounds(Stateless, name="test-mpi-rounds"):
     """Several rounds of all kinds, payloads of different sizes; the mean in a complicated way."""
-
-    def init(self, gradient):
-        return {}
-
-    def per_rank(self, gradient):
-        return frozenset()
 
     def exchange(self, gradient, state, context):
         largest = yield Max(np.abs(gradient).reshape(-1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import gc
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def horovod_only(function: Callable[[], None]) -> Callable[[], None]:
@@ -81,6 +83,19 @@ def _applies(decorator: ast.expr, over: str | None, ranks: int | None) -> bool:
     if ranks is not None and not given.get("least", 1) <= ranks <= (given.get("most") or ranks):
         return False
     return over is None or over.partition("-")[0] in (given.get("over") or over)
+
+
+def of_program(module: Mapping[str, Any]) -> dict[str, Callable[[], None]]:
+    """The public functions that a module defines itself, of which one may be its ``main``, by
+    their names; ``module`` are its ``globals()``."""
+    return {
+        name: function
+        for name, function in module.items()
+        if inspect.isfunction(function)
+        and function.__module__ == module["__name__"]
+        and not name.startswith("_")
+        and name != "main"
+    }
 
 
 def run_all(

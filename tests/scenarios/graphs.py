@@ -17,6 +17,7 @@ from hvd_compress.requests import Alltoall, Broadcast, Gather, Max, Neighbors, S
 from tests.scenarios import horovod_only
 from tests.scenarios.driver import assert_close, raises
 from tests.scenarios.driver_tensorflow import hvd
+from tests.stateless import Stateless
 
 SCHEDULE = StagedWarmup(densities=(1.0, 0.25, 0.05))
 
@@ -74,14 +75,8 @@ def one_bucket_wherever_the_exchange_is() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Deaf(Compressor, name="test-deaf"):
+class _Deaf(Stateless, name="test-deaf"):
     """Each kind of request; rank 0 reads the first reply only, and has no partner."""
-
-    def init(self, gradient):
-        return {}
-
-    def per_rank(self, gradient):
-        return frozenset()
 
     def exchange(self, gradient, state, context):
         total = yield Sum(gradient)

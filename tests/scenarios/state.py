@@ -36,6 +36,7 @@ from tests.scenarios.common import (
     train,
 )
 from tests.scenarios.driver import hvd, raises
+from tests.stateless import Stateless
 
 SPARSE = DGC(density=0.05)
 #: of what parameters have in common
@@ -538,14 +539,8 @@ def alone_momentum_does_not_vanish() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoRounds(hvd.Compressor, name="test-two-rounds"):
+class TwoRounds(Stateless, name="test-two-rounds"):
     """The average, found in two rounds: half of it in each."""
-
-    def init(self, gradient):
-        return {}
-
-    def per_rank(self, gradient):
-        return frozenset()
 
     def exchange(self, gradient, state, context):
         first = yield Sum(gradient.reshape(-1) / 2)

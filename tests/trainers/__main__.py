@@ -1,7 +1,6 @@
 """What torchrun starts: see the package."""
 
 import importlib
-import inspect
 import os
 import sys
 import warnings
@@ -9,7 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from tests.scenarios import run_all
+from tests.scenarios import of_program, run_all
 
 
 def main() -> None:
@@ -19,14 +18,7 @@ def main() -> None:
     module = importlib.import_module(f"tests.trainers.{name}_scenarios")
     dist.init_process_group("gloo")
     os.chdir(folder)  # where some write files without being asked
-    functions = {
-        name: function
-        for name, function in vars(module).items()
-        if inspect.isfunction(function)
-        and function.__module__ == module.__name__
-        and not name.startswith("_")
-    }
-    run_all(folder, dist.get_rank(), functions, dist.barrier)
+    run_all(folder, dist.get_rank(), of_program(vars(module)), dist.barrier)
     dist.destroy_process_group()
 
 

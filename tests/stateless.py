@@ -1,0 +1,13 @@
+"""What methods that tests make for themselves begin with."""
+
+from hvd_compress.base import Compressor
+
+
+class Stateless(Compressor):
+    """A method that keeps nothing from one step to the next."""
+
+    def init(self, gradient):
+        return {}
+
+    def per_rank(self, gradient):
+        return frozenset()
