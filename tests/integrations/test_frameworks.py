@@ -40,7 +40,12 @@ OPTIMIZERS_TORCH = (*OPTIMIZERS, "optimizers_torch", "adam_zero_one_torch", "lar
 OPTIMIZERS_KERAS = (*OPTIMIZERS, "optimizers_keras", "adam_zero_one_keras", "large_batch_keras")
 #: what graphs over MPI must show in each run of the tests
 OVER_MPI = (
-    *("over_mpi_tensorflow", "collectives_tensorflow", "keras_restore", "keras_common"),
+    *("over_mpi_tensorflow", "collectives_tensorflow", "keras_restore.each_rank_takes_its_own"),
+    "keras_restore.what_one_rank_restored_and_sends_counts_once",
+    "keras_common.numbers_of_the_optimizer_that_differ_are_an_error",
+    "keras_common.weights_that_differ_are_an_error_within_some_steps",
+    "keras_common.gradients_that_some_ranks_lack_are_an_error",
+    "keras_common.steps_that_are_discarded_leave_no_trace",
     *("graphs.buckets_are_what_their_tensors_are", "graphs.constant_gradients_on_some_ranks"),
     "graphs.replies_that_one_rank_does_not_read",
     *("shared.a_set_of_processes", "shared.ranks_that_differ_all_say_so", "shared.rows_as_dense"),
@@ -112,6 +117,7 @@ FULL = [
     Job("tensorflow-mpi", (*OPTIMIZERS_KERAS, *OTHERS_KERAS), "mpirun", 2),
     Job("tensorflow-mpi", ("over_mpi_tensorflow", "shared", "keras_fit"), "alone", 1),
     Job("tensorflow-mpi", ("graphs", "shared"), "mpirun", 3),
+    Job("tensorflow-mpi", ("keras_restore", "keras_common"), "mpirun", 3),
     Job("tape-mpi", ("shared", *FOLLOWS), "mpirun", 2),
 ]
 

@@ -77,6 +77,26 @@ def compiled():
     assert kernels.is_compiled(), "make setup builds the loops"
 
 
+def assert_selects(
+    fast, plain, steps, theirs, random, momentum, nesterov, same=np.testing.assert_array_equal
+):
+    """Two selections of elements agree in what they find in a step, and in what they leave."""
+    own = fast.select(steps, momentum, nesterov)
+    expected = plain.select(theirs, momentum, nesterov)
+    np.testing.assert_array_equal(own.indices, expected.indices)
+    np.testing.assert_array_equal(own.finite, expected.finite)
+    same(own.values, expected.values)
+    remaining = random.standard_normal(own.indices.size).astype(np.float32)
+    masking = momentum is not None and bool(random.integers(2))
+    finite = own.finite & random.integers(0, 4, own.finite.size).astype(bool)  # of all ranks
+    fast.settle(steps, own.indices, remaining, masking, finite)
+    plain.settle(theirs, own.indices, remaining, masking, finite)
+    for ours, other in zip(steps.rows(), theirs.rows(), strict=True):
+        for x, y in zip(ours, other, strict=True):
+            if x is not None:
+                same(x, y)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=4),
@@ -103,20 +123,8 @@ def test_selections_are_those_of_numpy(sizes, kinds, momentum, nesterov, density
         if step % 2:
             steps = in_place(steps)
         theirs = copied(steps)
-        own = fast.select(steps, momentum, nesterov)
-        expected = plain.select(theirs, momentum, nesterov)
-        np.testing.assert_array_equal(own.indices, expected.indices)
-        np.testing.assert_array_equal(own.finite, expected.finite)
-        np.testing.assert_array_equal(own.values, expected.values)
-        remaining = random.standard_normal(own.indices.size).astype(np.float32)
-        masking = momentum is not None and bool(random.integers(2))
-        finite = own.finite & random.integers(0, 4, len(sizes)).astype(bool)  # of all ranks
-        fast.settle(steps, own.indices, remaining, masking, finite)
-        plain.settle(theirs, own.indices, remaining, masking, finite)
+        assert_selects(fast, plain, steps, theirs, random, momentum, nesterov)
         for ours, other in zip(steps.rows(), theirs.rows(), strict=True):
-            for x, y in zip(ours, other, strict=True):
-                if x is not None:
-                    np.testing.assert_array_equal(x, y)
             assert bits(ours[0]) == bits(other[0])
 
 

@@ -4,6 +4,7 @@ numbers or weights of their own."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,34 +63,35 @@ def discarded_steps_leave_no_trace() -> None:
         _assert_twins(one, other)
 
 
-def a_rank_without_gradients_discards_with_the_others() -> None:
-    one, other = _twins(TopK(density=0.05))
+def _dropping_leaves_no_trace(compression: Any, drop: Callable[[Any, Any], None]) -> None:
+    one, other = _twins(compression)
     model, optimizer = one
     optimizer.compression.keep_undo()
     train(*one, range(2))
     train(*other, range(2))
     optimizer.zero_grad()
-    if hvd.rank() == 0:
-        loss_of(model, 0, 50).backward()
-    optimizer.compression.discard()
+    drop(model, optimizer)
     train(*one, range(2, 4))
     train(*other, range(2, 4))
     _assert_twins(one, other)
+
+
+def a_rank_without_gradients_discards_with_the_others() -> None:
+    def drop(model, optimizer):
+        if hvd.rank() == 0:
+            loss_of(model, 0, 50).backward()
+        optimizer.compression.discard()
+
+    _dropping_leaves_no_trace(TopK(density=0.05), drop)
 
 
 def zeroing_what_was_synchronized_discards_it() -> None:
-    one, other = _twins(DGC(density=0.05))
-    model, optimizer = one
-    optimizer.compression.keep_undo()
-    train(*one, range(2))
-    train(*other, range(2))
-    optimizer.zero_grad()
-    loss_of(model, hvd.rank(), 50).backward()
-    optimizer.synchronize()  # as the other loss of a GAN leaves gradients that are not wanted
-    optimizer.zero_grad()
-    train(*one, range(2, 4))
-    train(*other, range(2, 4))
-    _assert_twins(one, other)
+    def drop(model, optimizer):
+        loss_of(model, hvd.rank(), 50).backward()
+        optimizer.synchronize()  # as the other loss of a GAN leaves gradients that are not wanted
+        optimizer.zero_grad()
+
+    _dropping_leaves_no_trace(DGC(density=0.05), drop)
 
 
 def gradients_that_are_dropped_are_spoken_of_once() -> None:

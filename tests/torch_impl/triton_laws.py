@@ -24,7 +24,7 @@ from hvd_compress import DGC, Outcome, Sparse, TopK
 from hvd_compress.kernels import Column, Steps, reference
 from hvd_compress.torch import backend
 from tests.kernels.buckets import Ranks, assert_equal, one_by_one
-from tests.kernels.test_kernels import drawn, steps_of, unaligned
+from tests.kernels.test_kernels import assert_selects, drawn, steps_of, unaligned
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 #: the interpreter takes a second for what a GPU does in a millisecond
@@ -120,20 +120,7 @@ def test_selections_are_those_of_numpy(
     for _ in range(3):
         theirs = steps_of(random, sizes, kind, 0, momentum=momentum is not None)
         steps = Steps(*(c and Column([on_device(x, offset) for x in c.arrays]) for c in theirs))
-        own = fast.select(steps, momentum, nesterov)
-        expected = plain.select(theirs, momentum, nesterov)
-        np.testing.assert_array_equal(own.indices, expected.indices)
-        np.testing.assert_array_equal(own.finite, expected.finite)
-        assert_same(own.values, expected.values)
-        remaining = random.standard_normal(own.indices.size).astype(np.float32)
-        masking = momentum is not None and bool(random.integers(2))
-        finite = own.finite & random.integers(0, 4, len(sizes)).astype(bool)  # of all ranks
-        fast.settle(steps, own.indices, remaining, masking, finite)
-        plain.settle(theirs, own.indices, remaining, masking, finite)
-        for ours, other in zip(steps.rows(), theirs.rows(), strict=True):
-            for x, y in zip(ours, other, strict=True):
-                if x is not None:
-                    assert_same(x, y)
+        assert_selects(fast, plain, steps, theirs, random, momentum, nesterov, assert_same)
 
 
 @drawn_too(8)
