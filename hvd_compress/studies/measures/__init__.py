@@ -5,24 +5,20 @@ find them", 2019, arXiv 1912.02178, whose numbers of equations the formulas have
 ``hvd_compress.torch.studies.measures`` takes them of models.
 """
 
-from .baselines import canonical_ordering, noisy_oracle, random_measure, vc_dimension
-from .bounds import (
+from .formulas import (
+    bisect,
+    canonical_ordering,
     flatness,
     magnitude_aware_bound,
+    noisy_oracle,
     pac_bayes_bound,
+    random_measure,
     reported,
     sharpness_bound,
     spectral_bound,
+    vc_dimension,
 )
-from .scores import Scores, scores
-from .search import bisect
-from .statistics import (
-    conditional_information,
-    granulated,
-    kendall_tau,
-    least_information,
-    mean_psi,
-)
+from .statistics import Scores, conditional_information, granulated, kendall_tau, scores
 
 __all__ = [
     "Scores",
@@ -32,9 +28,7 @@ __all__ = [
     "flatness",
     "granulated",
     "kendall_tau",
-    "least_information",
     "magnitude_aware_bound",
-    "mean_psi",
     "noisy_oracle",
     "pac_bayes_bound",
     "random_measure",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,12 +81,6 @@ def granulated(
     return found
 
 
-def mean_psi(psi: Sequence[float]) -> float:
-    """Return Psi, the mean of the psi_i in ``psi`` that are not NaN; NaN if none are."""
-    known = [value for value in psi if not math.isnan(value)]
-    return float(np.mean(known)) if known else math.nan
-
-
 def conditional_information(
     settings: Sequence[Sequence[Any]],
     measure: Sequence[float],
@@ -132,22 +126,56 @@ def _entropy(p: np.ndarray) -> float:
     return float(-(positive * np.log(positive)).sum())
 
 
-def least_information(
-    settings: Sequence[Sequence[Any]],
-    measure: Sequence[float],
-    gap: Sequence[float],
-    sizes: Sequence[int] = (0, 1, 2),
-) -> float:
-    """Return the least :func:`conditional_information` over all S of some sizes: what the measure
-    says beyond what any two hyper-parameters say.
+class Scores(NamedTuple):
+    """How well a measure orders runs by their generalisation gap.
+
+    Attributes:
+        tau: Kendall's tau over all pairs of runs.
+        psi: along each hyper-parameter; NaN where no runs differ in it alone.
+        mean_psi: Psi, the mean of those that are not NaN; NaN if none are.
+        information: normalised, given nothing (|S| = 0).
+        given_one: given each hyper-parameter (|S| = 1).
+        given_two: the least given two of them (|S| = 2).
+
+    >>> settings = [(width, rate) for width in (1, 2) for rate in (0.1, 0.2)]
+    >>> found = scores(settings, measure=[1, 2, 4, 3], gap=[1, 2, 3, 4])
+    >>> round(found.tau, 3), found.psi, found.mean_psi
+    (0.667, [1.0, 0.0], 0.5)
+    """
+
+    tau: float
+    psi: list[float]
+    mean_psi: float
+    information: float
+    given_one: list[float]
+    given_two: float
+
+    @property
+    def least_information(self) -> float:
+        """The least of all |S| up to 2."""
+        return min(self.information, *self.given_one, self.given_two)
+
+
+def scores(
+    settings: Sequence[Sequence[Any]], measure: Sequence[float], gap: Sequence[float]
+) -> Scores:
+    """Return the :class:`Scores` of a measure.
 
     Args:
-        settings, measure, gap: as for :func:`granulated`.
-        sizes: numbers of hyper-parameters that are given.
+        settings: hyper-parameters, two or more: one row a run, one column each.
+        measure, gap: one number a run.
+
+    Raises:
+        ConfigError: the numbers of runs differ, or there are fewer than two.
     """
-    axes = range(len(settings[0]))
-    return min(
-        conditional_information(settings, measure, gap, given)
-        for size in sizes
-        for given in itertools.combinations(axes, size)
-    )
+    psi = granulated(settings, measure, gap)
+
+    def least(size: int) -> list[float]:
+        return [
+            conditional_information(settings, measure, gap, given)
+            for given in itertools.combinations(range(len(psi)), size)
+        ]
+
+    known = [value for value in psi if not math.isnan(value)]
+    mean = float(np.mean(known)) if known else math.nan
+    return Scores(kendall_tau(measure, gap), psi, mean, least(0)[0], least(1), min(least(2)))

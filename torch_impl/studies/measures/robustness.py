@@ -9,7 +9,7 @@ import torch
 
 from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.studies.measures.search import bisect
+from hvd_compress.studies.measures import bisect
 
 
 def noise_scale(

@@ -1,4 +1,5 @@
-"""Bounds that use the size of weights and how much noise they stand (Jiang et al., 2019).
+"""Measures that use the size of weights and how much noise they stand (Jiang et al., 2019), and the
+baselines that these have to beat.
 
 m: examples to train on; omega: number of weights; sigma and alpha: how much noise, and how large
 an attack, the weights stand.
@@ -7,7 +8,7 @@ an attack, the weights stand.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -91,3 +92,77 @@ def reported(value: float, m: int) -> float:
         m: number of examples to train on.
     """
     return math.copysign(math.sqrt(abs(value) / m), value)
+
+
+def bisect(
+    rise: Callable[[float], float],
+    target: float = 0.1,
+    upper: float = 2.0,
+    steps: int = 15,
+    tolerance: float = 0.0,
+) -> float:
+    """Return the largest scale in (0, upper] at which ``rise`` is at most ``target``, by bisection.
+
+    Args:
+        rise: grows with the scale.
+        target: the most that it may be.
+        upper: the largest scale that is looked at.
+        steps: how often the interval is halved.
+        tolerance: stop as soon as the rise is this near to the target.
+
+    Returns:
+        ``upper`` if the rise is small even there; never 0, but 2^-steps upper at least.
+
+    >>> round(bisect(lambda s: 2.5 * s * s, steps=40), 6)
+    0.2
+    """
+    if rise(upper) <= target:
+        return upper
+    lower, top = 0.0, upper
+    for _ in range(steps):
+        middle = (lower + top) / 2
+        found = rise(middle)
+        if abs(found - target) < tolerance:
+            return middle
+        if found <= target:
+            lower = middle
+        else:
+            top = middle
+    return lower or top
+
+
+def vc_dimension(omega: int, depth: int) -> float:
+    """Return omega depth ln(omega), the growth of the VC dimension of networks of piecewise linear
+    units (Bartlett, Harvey, Liaw and Mehrabian, 2019); without constants, which change no order.
+
+    Args:
+        omega: number of weights.
+        depth: number of layers.
+    """
+    return omega * depth * math.log(max(omega, 2))
+
+
+def noisy_oracle(gap: Sequence[float], noise: float, seed: int = 0) -> np.ndarray:
+    """Return the gap itself with Gaussian noise: what a good measure scores; float64, (runs,).
+
+    Args:
+        gap: the generalisation gap of each run.
+        noise: the standard deviation, in the units of the gap.
+        seed: of the noise.
+    """
+    return np.asarray(gap, float) + np.random.default_rng(seed).normal(0, noise, len(gap))
+
+
+def random_measure(runs: int, seed: int = 0) -> np.ndarray:
+    """Return a measure that knows nothing: ``runs`` numbers in [0, 1), drawn from ``seed``."""
+    return np.random.default_rng(seed).random(runs)
+
+
+def canonical_ordering(values: Sequence[float], direction: int) -> np.ndarray:
+    """Return a hyper-parameter as a measure: what everybody believes of it.
+
+    Args:
+        values: of the hyper-parameter, one a run.
+        direction: 1 if more of it is believed to widen the gap, as of the batch size; else -1.
+    """
+    return direction * np.asarray(values, float)
