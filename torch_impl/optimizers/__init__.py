@@ -1,7 +1,6 @@
 """Optimizers and helpers for large batches; formulas: :mod:`hvd_compress.optimizers`."""
 
-from .adam import OneBitAdam, OneBitLAMB
-from .plain import LAMB, LARS, DeMo
+from .plain import LAMB, LARS, DeMo, OneBitAdam, OneBitLAMB
 from .sharpness import ASAM, SAM
 from .warmup import scaled_warmup
 from .zero_one_adam import ZeroOneAdam

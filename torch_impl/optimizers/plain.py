@@ -1,6 +1,10 @@
-"""LARS, LAMB and DeMo for PyTorch."""
+"""LARS, LAMB, DeMo, 1-bit Adam and 1-bit LAMB for PyTorch."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import torch
 
 from hvd_compress import optimizers
 from hvd_compress.errors import ConfigError
@@ -60,3 +64,53 @@ class DeMo(PartnerOptimizer):
         parameters = (p for group in self.param_groups for p in group["params"])
         if any(p.grad is not None and p in self.binding.store.sparse for p in parameters):
             raise ConfigError(NO_ROWS)
+
+
+class OneBitAdam(PartnerOptimizer):
+    """1-bit Adam.  A group may have options of its own, all but beta1 and ``freeze_step``.
+
+    >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> adam = hvd.OneBitAdam([w], lr=0.1, freeze_step=1)  # in earnest some thousand steps
+    >>> optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
+    >>> for _ in range(2):
+    ...     optimizer.zero_grad()
+    ...     (w * torch.tensor([0.6, 0.8])).sum().backward()
+    ...     optimizer.step()
+    >>> w.detach()
+    tensor([2.8000, 3.8000])
+    """
+
+    formula = optimizers.OneBitAdam
+
+    _frozen: bool | None
+
+    def begin_step(self) -> None:
+        binding = self.binding
+        # Steps may have been skipped after their exchange: the compression's count is what counts.
+        ours = binding is not None
+        self._frozen = binding.method.frozen(binding.step - 1, binding.epoch) if ours else None
+
+    def update(self, p: torch.Tensor, formula: Any, **flags: bool) -> None:
+        if self._frozen is None:
+            frozen = self.state[p].get("step", 0) >= formula.freeze_step
+            super().update(p, formula, frozen=frozen)
+        else:
+            is_momentum = self._frozen and p not in self.binding.store.sparse
+            super().update(p, formula, frozen=self._frozen, is_momentum=is_momentum)
+
+
+class OneBitLAMB(OneBitAdam):
+    """1-bit LAMB.  A group may have options of its own, as for :class:`OneBitAdam`.
+
+    >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> lamb = hvd.OneBitLAMB([w], lr=0.1, freeze_step=1)
+    >>> optimizer = hvd.DistributedOptimizer(lamb, compression=lamb.compressor())
+    >>> for _ in range(2):
+    ...     optimizer.zero_grad()
+    ...     (w * torch.tensor([0.6, 0.8])).sum().backward()
+    ...     optimizer.step()
+    >>> w.detach()
+    tensor([2.3282, 3.3282])
+    """
+
+    formula = optimizers.OneBitLAMB
