@@ -98,7 +98,8 @@ def _packages(goal: Goal) -> Iterator[Finding]:
         version, providers = env.version_of(module), env.providers(module)
         if len(providers) > 1:
             text = f"{' and '.join(providers)} are installed over each other"
-            yield Finding("problem", module, text, only_one_of(providers))
+            one = f"pip uninstall -y {' '.join(providers)} && pip install {min(providers, key=len)}"
+            yield Finding("problem", module, text, one)
         elif version:
             yield Finding("ok", module, version)
         else:
@@ -111,15 +112,11 @@ def _packages(goal: Goal) -> Iterator[Finding]:
         yield Finding("note", "loops", text, kernels.INSTALL)
 
 
-def only_one_of(providers: Sequence[str]) -> str:
-    """Return the command that leaves one of several distributions of one module."""
-    return f"pip uninstall -y {' '.join(providers)} && pip install {min(providers, key=len)}"
-
-
 def _horovod(goal: Goal) -> Iterator[Finding]:
     version, torch = env.version_of("horovod"), env.version_of("torch")
-    if "torch" in goal.frameworks and torch and _built_against().get("pytorch") != torch:
-        yield from _too_new(torch)
+    is_new = "torch" in goal.frameworks and _built_against().get("pytorch") != torch
+    if is_new and (text := untried(torch)):
+        yield Finding("note", "torch", text, f'pip install "torch<{FIRST_UNTRIED}"')
     if version is None:
         if not goal.frameworks:
             yield Finding("-", "horovod", "not installed")
@@ -140,11 +137,6 @@ def _horovod(goal: Goal) -> Iterator[Finding]:
         answers = pool.map(built_with, frameworks)
         for name, answer in zip(frameworks, answers, strict=True):
             yield _binding(name, answer)
-
-
-def _too_new(torch: str) -> Iterator[Finding]:
-    if text := untried(torch):
-        yield Finding("note", "torch", text, f'pip install "torch<{FIRST_UNTRIED}"')
 
 
 def _binding(framework: str, answer: dict[str, bool] | None) -> Finding:
@@ -188,7 +180,14 @@ def _mpi(goal: Goal) -> Iterator[Finding]:
     else:
         yield Finding("ok", "mpirun", f"{version}  {path}")
     if version.startswith("Open MPI"):
-        yield Finding("ok", "CUDA-aware", _cuda_aware())
+        text = env.output_of(["ompi_info", "--parsable", "--all"]) or ""
+        found = re.search(r"built_with_cuda_support:value:(\w+)", text)
+        aware = "no (Horovod copies GPU tensors to the host for MPI)"
+        if not found:
+            aware = "unknown (ompi_info does not say)"
+        elif found[1] == "true":
+            aware = "yes"
+        yield Finding("ok", "CUDA-aware", aware)
     if env.version_of("mpi4py"):
         yield from _mpi4py(version)
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"} <= set(os.environ)
@@ -198,14 +197,6 @@ def _mpi(goal: Goal) -> Iterator[Finding]:
         else:
             text = "mpirun refuses to run as root, unless horovodrun starts it"
             yield Finding("note", "root", text, ROOT)
-
-
-def _cuda_aware() -> str:
-    text = env.output_of(["ompi_info", "--parsable", "--all"]) or ""
-    found = re.search(r"built_with_cuda_support:value:(\w+)", text)
-    if not found:
-        return "unknown (ompi_info does not say)"
-    return "yes" if found[1] == "true" else "no (Horovod copies GPU tensors to the host for MPI)"
 
 
 def _mpi4py(mpirun: str) -> Iterator[Finding]:
@@ -229,17 +220,15 @@ def _mpi4py(mpirun: str) -> Iterator[Finding]:
         yield Finding("problem", "two ranks", "an allreduce under mpirun failed", _prefix_advice())
         return
     yield Finding("ok", "two ranks", f"an allreduce under mpirun works ({library})")
-    yield _one_process()
-
-
-def _one_process() -> Finding:
-    if env.output_of([sys.executable, "-c", COUNT_RANKS]) is not None:
-        return Finding("ok", "one process", "MPI starts without mpirun")
     ours = f"import hvd_compress.mpi\n{COUNT_RANKS}"
-    if env.output_of([sys.executable, "-c", ours]) is not None:
+    if env.output_of([sys.executable, "-c", COUNT_RANKS]) is not None:
+        yield Finding("ok", "one process", "MPI starts without mpirun")
+    elif env.output_of([sys.executable, "-c", ours]) is not None:
         text = "MPI starts without mpirun behind `import hvd_compress.mpi`, .torch or .tensorflow"
-        return Finding("ok", "one process", text, "other programs: mpirun -n 1 python ...")
-    return Finding("note", "one process", "MPI does not start without mpirun", _prefix_advice())
+        yield Finding("ok", "one process", text, "other programs: mpirun -n 1 python ...")
+    else:
+        text = "MPI does not start without mpirun"
+        yield Finding("note", "one process", text, _prefix_advice())
 
 
 def _prefix_advice() -> str:

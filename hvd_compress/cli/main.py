@@ -149,7 +149,11 @@ def list_methods(names: Sequence[str], wide: bool, as_json: bool) -> None:
     warnings.simplefilter("ignore", NeedsTuning)  # nothing is trained here
     classes = [methods.named(name) for name in names or methods.method_names()]
     if as_json:
-        print(json.dumps([_facts(cls) for cls in classes], indent=2, default=_as_config))
+        print(
+            json.dumps(
+                [_facts(cls) for cls in classes], indent=2, default=lambda thing: thing.to_config()
+            )
+        )
         return
     if names:
         for cls in classes:
@@ -162,7 +166,11 @@ def list_methods(names: Sequence[str], wide: bool, as_json: bool) -> None:
     widths = {column: max(len(row[column]) for row in rows) for column in COLUMNS}
     # Into a file or a pipe goes all.
     room = sys.maxsize if wide else shutil.get_terminal_size(fallback=(sys.maxsize, 24)).columns
-    hidden = _hidden(widths, room)
+    hidden: list[str] = []
+    for column in DISPENSABLE:  # until the others have room, with two blanks between them
+        if sum(2 + width for name, width in widths.items() if name not in hidden) - 2 <= room:
+            break
+        hidden.append(column)
     for row in rows:
         cells = [row[column].ljust(widths[column]) for column in COLUMNS if column not in hidden]
         print("  ".join(cells).rstrip())
@@ -177,17 +185,6 @@ def list_methods(names: Sequence[str], wide: bool, as_json: bool) -> None:
     print("\n" + textwrap.fill(notes, min(room, 100)))
 
 
-def _hidden(widths: dict[str, int], room: int) -> list[str]:
-    """Return the columns that are left out so that the others have room, with two blanks between
-    them."""
-    hidden: list[str] = []
-    for column in DISPENSABLE:
-        if sum(2 + width for name, width in widths.items() if name not in hidden) - 2 <= room:
-            break
-        hidden.append(column)
-    return hidden
-
-
 def _costs(cls: type[Compressor]) -> tuple[str, str, str, str]:
     found = costs_of_defaults(cls.name)
     state = ", ".join(f"{key} {size:g}" for key, size in found.memory.items()) or "-"
@@ -196,30 +193,22 @@ def _costs(cls: type[Compressor]) -> tuple[str, str, str, str]:
 
 def _facts(cls: type[Compressor]) -> dict[str, Any]:
     """All that the table and the descriptions say, in one form for scripts."""
-    defaults = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if field.default is not dataclasses.MISSING:
-            defaults[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory()
     facts: dict[str, Any] = {"name": cls.name, "class": cls.__name__, "reference": cls.reference}
     if cls.name in methods.method_names():
         costs = costs_of_defaults(cls.name)
         facts["bits_sent"], facts["bits_received"] = costs.sent, costs.received
         facts["collectives"], facts["state"] = costs.collectives, costs.memory
-    return facts | {"options": defaults, "text": inspect.getdoc(cls)}
-
-
-def _as_config(thing: Any) -> Any:
-    return thing.to_config()
+    return facts | {"options": _defaults(cls), "text": inspect.getdoc(cls)}
 
 
 def _describe(cls: type[Compressor]) -> None:
     print(f"{cls.name}: {cls.__name__}\n")
     print(textwrap.indent(inspect.getdoc(cls) or "", "    "))
     print("\n    Defaults:")
+    defaults = _defaults(cls)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        print(f"        {_option(field)}")
+        own = f"={defaults[field.name]!r}" if field.name in defaults else ""
+        print(f"        {field.name}{own}")
     if cls.name not in methods.method_names():
         return
     sent, received, collectives, state = _costs(cls)
@@ -227,9 +216,11 @@ def _describe(cls: type[Compressor]) -> None:
     print(f"    Collectives: {collectives}; state, in gradients: {state}\n")
 
 
-def _option(field: dataclasses.Field[object]) -> str:
-    if field.default is not dataclasses.MISSING:
-        return f"{field.name}={field.default!r}"
-    if field.default_factory is not dataclasses.MISSING:
-        return f"{field.name}={field.default_factory()!r}"
-    return field.name
+def _defaults(cls: type[Compressor]) -> dict[str, Any]:
+    found = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    return found
