@@ -8,16 +8,19 @@ from typing import Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Sparse, State
-from hvd_compress.chain import Aggregated
+from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.config import converted
 from hvd_compress.meetings._leader import Selection, leaders_choice
-from hvd_compress.meetings._of_top_k import OfTopK
 from hvd_compress.meetings.elements import elements
+from hvd_compress.meetings.ways import summed
 from hvd_compress.meetings.whole import whole
+from hvd_compress.operators import top_k
 from hvd_compress.requests import Request, Sum
+from hvd_compress.schedules import Density, as_density
 
 
 @dataclasses.dataclass(frozen=True)
-class leader_top_k(OfTopK, name="leader_top_k"):
+class leader_top_k(Aggregator, name="leader_top_k"):
     """The leader, rank ``step mod N``, sends the indices of the k = ceil(density * n) elements that
     are largest on it to all; the values of all ranks there are summed.
 
@@ -35,13 +38,22 @@ class leader_top_k(OfTopK, name="leader_top_k"):
     [[2.5, 0.0, 0.0, 0.0], [0.0, 0.0, 3.0, 0.0]]
     """
 
+    density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
+
+    @property
+    def _select(self) -> top_k:
+        return top_k(self.density)
+
     def coding(self, n: int, context: Context) -> Coding:
         return whole() if self._select.count(n, context) == n else elements(self._select)
 
-    def _aggregate_top_k(
-        self, x: Array, k: int, state: State, context: Context
+    def aggregate(
+        self, x: Array, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
         xp = backend_of(x)
+        k = self._select.count(xp.size(x), context)
+        if k == xp.size(x):
+            return (yield from summed(x, state, context))
         (indices,), _ = yield from leaders_choice([Selection(self._select, x, k, context)])
         values = xp.take(x, indices)
         total = yield Sum(values)

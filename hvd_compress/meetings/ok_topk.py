@@ -8,17 +8,19 @@ from typing import Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
-from hvd_compress.chain import Aggregated
-from hvd_compress.config import check_choice, is_whole
+from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.config import check_choice, converted, is_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.meetings._of_top_k import OfTopK
 from hvd_compress.meetings.regions import Regions
+from hvd_compress.meetings.ways import summed
+from hvd_compress.operators import top_k
 from hvd_compress.requests import Request
+from hvd_compress.schedules import Density, as_density
 from hvd_compress.wire.frame import CODECS
 
 
 @dataclasses.dataclass(frozen=True)
-class ok_topk(OfTopK, name="ok_topk"):
+class ok_topk(Aggregator, name="ok_topk"):
     """Each rank chooses its k = ceil(density * n) largest elements, and sends each region of the
     tensor to the region's owner.  Owners add up, and send the sums that reach a threshold to all:
     about k of them.  So a rank receives fewer than 6 k (N - 1) / N numbers, however many ranks
@@ -51,6 +53,7 @@ class ok_topk(OfTopK, name="ok_topk"):
     array([6.])
     """
 
+    density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
     threshold_every: int = 32
     indices: str = "packed"
     values: str = "float32"
@@ -71,12 +74,15 @@ class ok_topk(OfTopK, name="ok_topk"):
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         return {"global_threshold": backend_of(x).zeros(1, x)}
 
-    def _aggregate_top_k(
-        self, x: Array, k: int, state: State, context: Context
+    def aggregate(
+        self, x: Array, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
-        xp = backend_of(x)
+        xp, select = backend_of(x), top_k(self.density)
         n = xp.size(x)
-        own = self._select.select(x, k, context)
+        k = select.count(n, context)
+        if k == n:
+            return (yield from summed(x, state, context))
+        own = select.select(x, k, context)
         regions = Regions(
             n, k, xp.dtype(x), context, self.threshold_every, self.indices, self.values
         )
