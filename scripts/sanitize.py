@@ -55,7 +55,7 @@ KINDS = {
         "libasan.so",
         # Python and its packages end with memory that they have not given back.
         {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
-        "tests/kernels tests/codecs tests/wire tests/backends tests/mpi/test_plans.py",
+        "tests/kernels tests/codecs tests/wire tests/backends",
         # It bounds resident memory, and a sanitizer keeps for a while what is given back.
         "not zeros_are_never_listed",
     ),

@@ -36,7 +36,6 @@ import mpi4py
 import numpy as np
 
 from hvd_compress.mpi.dense import mpi as mpis_own
-from hvd_compress.mpi.dense import plans
 from hvd_compress.mpi.transport import communicator, handles, nodes, notes, progress
 from hvd_compress.mpi.tuning import measuring
 
@@ -90,26 +89,6 @@ class Request:
         if any(request.error for request in requests):
             raise TruncatedError
         return True
-
-
-class Persistent(Request):
-    """Of a message that is posted at every start."""
-
-    def __init__(self, simulation: Simulation, post: Callable[[Request, Any], Any]) -> None:
-        super().__init__(simulation)
-        self._post, self._opening, self._starts = post, simulation.opening, 0
-        self.is_done = True
-
-    def Start(self) -> None:  # noqa: N802
-        if not self.is_done:
-            raise SimulationError("a request was started whose message is in flight")
-        self.is_done, self.error, self.count, self.watch = False, 0, 0, None
-        self._starts += 1
-        self._post(self, (self._opening, self._starts))
-
-    def Free(self) -> None:  # noqa: N802
-        if not self.is_done:
-            raise SimulationError("a request was freed whose message is in flight")
 
 
 class TruncatedError(Exception):
@@ -175,14 +154,6 @@ class Comm:
 
     def Irecv(self, message: Any, source: int, tag: int = 0) -> Request:  # noqa: N802
         return self.simulation.post(self, message, source, self.rank, tag, False)
-
-    def Send_init(self, message: Any, to: int, tag: int = 0) -> Persistent:  # noqa: N802
-        post = functools.partial(self.simulation.post, self, message, self.rank, to, tag)
-        return Persistent(self.simulation, functools.partial(post, True))
-
-    def Recv_init(self, message: Any, source: int, tag: int = 0) -> Persistent:  # noqa: N802
-        post = functools.partial(self.simulation.post, self, message, source, self.rank, tag)
-        return Persistent(self.simulation, functools.partial(post, False))
 
     def Send(self, message: Any, to: int, tag: int = 0) -> None:  # noqa: N802
         self.Isend(message, to, tag).Wait()
@@ -413,12 +384,10 @@ class Simulation:
         to: int,
         tag: int,
         is_send: bool,
-        request: Request | None = None,
-        opening: Any = None,
     ) -> Request:
         array, size = (message[0], message[1]) if isinstance(message, list) else (message, None)
-        request = request or Request(self)
-        half = _Message(request, array, opening or self.opening)
+        request = Request(self)
+        half = _Message(request, array, self.opening)
         if size is not None and size != half.array.nbytes:
             raise SimulationError(f"{size} bytes are announced of {half.array.nbytes}")
         if is_send:
@@ -598,7 +567,6 @@ class Simulation:
             # All ranks are in one process, which does not end between them.
             mock.patch.multiple(notes, leave=mock.DEFAULT, read=lambda comm: {}),
             mock.patch.object(mpis_own, "_op", lambda name: name),
-            mock.patch.object(plans, "_new_program", return_value=None),  # it calls the real MPI
             # Nothing is measured here; constants are needed all the same, of few messages.
             mock.patch.multiple(measuring, _CHUNK=256, _CHUNKS=2, _SIZES=(8, 64), _COUNTS=(16, 32)),
             mock.patch.object(

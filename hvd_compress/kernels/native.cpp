@@ -679,7 +679,6 @@ void add_checksum(py::module_& m);  // of checksum.cpp
 void add_codecs(py::module_& m);    // of codecs.cpp
 void add_halves(py::module_& m);    // of halves.cpp
 void add_low_rank(py::module_& m);  // of low_rank.cpp
-void add_plans(py::module_& m);     // of plans.cpp
 
 PYBIND11_MODULE(native, m) {
   m.attr("INTERFACE") = kInterface;
@@ -704,6 +703,4 @@ PYBIND11_MODULE(native, m) {
   add_halves(halves);
   auto low_rank = m.def_submodule("low_rank");
   add_low_rank(low_rank);
-  auto plans = m.def_submodule("plans");
-  add_plans(plans);
 }

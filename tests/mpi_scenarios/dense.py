@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-
 import numpy as np
 
-from hvd_compress import kernels, mpi
+from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.mpi.dense import ALGORITHMS, plans
-from hvd_compress.mpi.dense.halving_doubling import FOLD
-from hvd_compress.mpi.dense.running import start
-from hvd_compress.mpi.transport.arrays import flatten
 from tests.mpi_scenarios.common import (
     FLOATS,
     INTEGERS,
@@ -27,7 +20,6 @@ from tests.mpi_scenarios.common import (
 SIZES = (0, 1, 2, world.size, world.size + 1, 1000, 10007)
 if world.size > 8:  # more ranks than cores take their time
     SIZES = (0, 1, world.size + 1, 2003)
-REPEATED = {each.name: each for each in (*ALGORITHMS.values(), FOLD) if each.is_tagged}
 CHUNK = 1024  # bytes: several blocks, the last one not full
 
 
@@ -87,65 +79,6 @@ def direct_adds_in_rank_order() -> None:
             total += x
         got = mpi.direct_allreduce(everyones[world.rank], chunk=CHUNK)
         assert got.tobytes() == total.tobytes()
-
-
-def what_is_repeated_has_the_bits_of_the_algorithm() -> None:
-    """Small arrays have plans: here of more kinds than there is room for."""
-    comm = mpi.Communicator(checks=0)
-    random = np.random.default_rng(world.rank)
-    sizes = (1, world.size, *range(250, 260))
-    for name, n, dtype in itertools.product(REPEATED, sizes, ("float16", "int32")):
-        allreduce = dict(dense_algorithms())[name]
-        x = [(random.standard_normal(n) * 100).astype(dtype) for _ in range(2)]
-        begin, expected = comm.bytes_sent, [np.empty_like(own) for own in x]
-        for own, out in zip(x, expected, strict=True):
-            start(comm, "once", REPEATED[name], flatten(own), out, "sum").wait()
-        sent = comm.bytes_sent - begin
-        for own, want in zip(x, expected, strict=True):
-            untouched = own.copy()
-            np.testing.assert_array_equal(allreduce(own, comm=comm), want)
-            np.testing.assert_array_equal(own, untouched)
-            allreduce(own, out=own, comm=comm)
-            np.testing.assert_array_equal(own, want)
-        assert comm.bytes_sent - begin == 3 * sent
-    kinds = len(REPEATED) * len(sizes) * 2
-    assert len(comm.plans) == (0 if world.size == 1 else min(kinds, plans.KINDS))
-    comm.free()
-
-
-def programs_take_the_steps_that_python_takes() -> None:
-    """With a NaN of each rank's own, if a rank is late, and if other messages are under way."""
-    comm = mpi.Communicator(checks=0)
-    random, everything = np.random.default_rng(world.rank), np.ones(200_000)
-    for name, dtype, op in itertools.product(REPEATED, ("float32", "float64"), ("sum", "mean")):
-        allreduce, x = dict(dense_algorithms())[name], random.standard_normal(301).astype(dtype)
-        x[::7] = np.array(0x7FC00001 + world.rank, np.uint32).view(np.float32)
-        want, got = np.empty_like(x), np.empty_like(x)
-        start(comm, "once", REPEATED[name], flatten(x), want, op).wait()
-
-        def is_good() -> None:
-            allreduce(x, op=op, out=got, comm=comm)  # noqa: B023
-            np.testing.assert_array_equal(got, want)  # noqa: B023
-            assert_same_everywhere(got)  # noqa: B023
-
-        is_good()
-        if world.size == 1:
-            continue
-        plan = next(reversed(comm.plans.values()))
-        program = plan._program
-        if type(comm.mpi).__module__ == "mpi4py.MPI":  # and not simulated
-            assert (program is not None) == kernels.is_compiled()
-        for plan._program in (None, program):
-            is_good()
-        if world.rank == world.size - 1:
-            time.sleep(0.01)  # programs do not look for so long
-        is_good()
-        sums = everything.copy()
-        other = start(comm, "meanwhile", ALGORITHMS["ring"], flatten(everything), sums, "sum")
-        is_good()
-        other.wait()
-        assert (sums == world.size).all()
-    comm.free()
 
 
 def in_place_and_into_another_array() -> None:

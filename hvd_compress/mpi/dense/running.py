@@ -1,4 +1,4 @@
-"""Dense allreduce by an algorithm: arrays in blocks, small ones by a plan."""
+"""Dense allreduce by an algorithm, in blocks of an array."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.dense.halving_doubling import FOLD
 from hvd_compress.mpi.dense.mpi import ALGORITHM as MPIS_OWN
 from hvd_compress.mpi.dense.mpi import at_once
-from hvd_compress.mpi.dense.plans import LARGEST, known_plan, plan_of
-from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten, from_host, to_host
+from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes
 from hvd_compress.mpi.transport.progress import Work
 from hvd_compress.mpi.transport.reduction import Reduction, reduction
@@ -55,7 +54,8 @@ def run(
         name, is_short = communicator.choices.get(kind, (None, False))
         if name is not None and is_short:
             target = np.empty(x.shape, x.dtype) if out is None else out
-            if _is_plain(x, target) and _at_once(x, target, op, name, communicator):
+            if _is_plain(x, target):
+                at_once(communicator, x, target, op, lambda: Call(x, op, MPIS_OWN.name))
                 return target
     with communicator.told():
         if name is None and algorithm != "auto" and algorithm not in _ALL:
@@ -71,11 +71,11 @@ def run(
         name = algorithm
         if choose is not None and name == "auto":
             name = choose(communicator, nbytes(flat.array), flat.dtype)
-    _reduce(_ALL[name], flat, target.array, op, communicator, chunk)
+    call = Call(flat, op, name)
+    start(communicator, call, _ALL[name], flat, target.array, op, chunk=chunk).wait()
     done = put(target, out)
     if kind is not None:
-        is_mpi = name == MPIS_OWN.name and 0 < flat.array.nbytes <= MPIS_OWN.pieces(1) * chunk
-        is_short = is_mpi or _is_repeated(_ALL[name], flat, communicator, chunk)
+        is_short = name == MPIS_OWN.name and 0 < flat.array.nbytes <= MPIS_OWN.pieces(1) * chunk
         _remember(communicator.choices, kind, name, is_short and flat.dtype not in HALVES)
     return done
 
@@ -94,17 +94,6 @@ def _is_plain(x: np.ndarray, out: Any) -> bool:
         # Two arrays that own their memory are apart.
         and ((x.base is None and out.base is None) or not np.may_share_memory(x, out))
     )
-
-
-def _at_once(x: np.ndarray, out: np.ndarray, op: str, name: str, comm: Communicator) -> bool:
-    """Reduce with next to nothing around it, and return whether that could be done."""
-    if name == MPIS_OWN.name:
-        at_once(comm, x, out, op, lambda: Call(x, op, name))
-        return True
-    plan = known_plan(comm, (name, op, x.dtype, x.size))
-    if plan is not None:
-        plan.run(x.reshape(-1), out.reshape(-1), Call(x, op, name))
-    return plan is not None
 
 
 def _remember(
@@ -131,33 +120,6 @@ def check_chunk(chunk: int) -> None:
     """Raise ``ConfigError`` unless messages may have so many bytes."""
     if chunk < 64:
         raise ConfigError(f"chunk={chunk} bytes: at least 64")
-
-
-def _reduce(
-    algorithm: Allreduce,
-    flat: Flat,
-    result: Any,
-    op: str,
-    comm: Communicator,
-    chunk: int,
-) -> None:
-    call = Call(flat, op, algorithm.name)
-    if not _is_repeated(algorithm, flat, comm, chunk):
-        start(comm, call, algorithm, flat, result, op, chunk=chunk).wait()
-        return
-    plan, host = plan_of(comm, algorithm, op, flat), to_host(flat.array)
-    if host is flat.array:
-        plan.run(host, result, call)
-    else:
-        plan.run(host, host, call)
-        result.copy_(from_host(host, result))
-
-
-def _is_repeated(algorithm: Allreduce, flat: Flat, comm: Communicator, chunk: int) -> bool:
-    """Return whether arrays of this kind have a plan, wherever a rank has them."""
-    if not algorithm.is_tagged or comm.size == 1:
-        return False
-    return 0 < nbytes(flat.array) <= min(LARGEST, chunk)
 
 
 def target_of(out: Any, x: Any, flat: Flat) -> Flat:

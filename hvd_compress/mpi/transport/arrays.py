@@ -133,27 +133,6 @@ def _from_dlpack(x: Any, torch: Any) -> Flat:
     return Flat(flat.array, flat.dtype, flat.shape, give_back)
 
 
-def to_host(array: Any) -> np.ndarray:
-    """Return the array of a :class:`Flat` in host memory: itself if it is there; bfloat16 as
-    uint16."""
-    if isinstance(array, np.ndarray):
-        return array
-    torch, host = sys.modules["torch"], array.detach().to("cpu", copy=True)
-    if host.dtype == torch.bfloat16:
-        return host.view(torch.int16).numpy().view(np.uint16)
-    return host.numpy()
-
-
-def from_host(array: np.ndarray, like: Any) -> Any:
-    """Undo :func:`to_host`, on the device of ``like``."""
-    if isinstance(like, np.ndarray):
-        return array
-    torch = sys.modules["torch"]
-    if array.dtype == np.uint16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(like.device)
-    return torch.from_numpy(array).to(like.device)
-
-
 def before_message(array: Any) -> None:
     """Wait until a device has done what it was told to do with an array: MPI, which is about to
     read it or to write to it, knows nothing of streams."""

@@ -84,7 +84,6 @@ class Communicator:
         choices: by kind of array, the algorithm, and whether it goes without much around it, see
             :func:`.allreduce`.
         entries: the most entries of a rank in the last sparse allreduce by "auto", by its form.
-        plans: what small arrays repeat, by kind, see :func:`.plan_of`; the last used one is last.
         bytes_sent: payload of all messages that this rank sent through this package so far.
 
     >>> comm = Communicator(MPI.COMM_SELF, timeout=60)
@@ -139,7 +138,6 @@ class Communicator:
         self._tuning = _Tuning()
         self._nodes: Any = None  # see nodes.py
         self.entries: dict[Any, int] = {}
-        self.plans: dict[Any, Any] = {}
         self._made_from: Communicator | None = None  # which lives as long as this one
         self._family = family_of(comm)
         self.handles = Handles(comm)  # until there is a duplicate
@@ -237,7 +235,6 @@ class Communicator:
         if self.is_usable:
             wait_for(self, list(self.under_way))
             self._family.remove(self.handles)
-            self.plans.clear()
             self.handles.free()
 
     # -- messages ----------------------------------------------------------------------------

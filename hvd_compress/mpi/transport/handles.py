@@ -32,7 +32,6 @@ class Handles:
         mpi: the communicator, an ``MPI.Comm``.
         name: eight bytes that all its ranks know and no other communicator has; none for one that
             belongs to the caller.
-        requests: lists of persistent requests, by the id of whoever has made them.
         parts: the handles of communicators of some of its ranks, in the order of their making.
         under_way: jobs whose buffers MPI reads from or writes to; they keep their owner alive.
         kept: further objects that MPI may still use.
@@ -41,7 +40,6 @@ class Handles:
 
     def __init__(self, mpi: MPI.Comm, name: bytes = b"") -> None:
         self.mpi, self.name = mpi, name
-        self.requests: dict[int, list[Any]] = {}
         self.parts: list[Handles] = []
         self.under_way: set[Any] = set()
         self.kept: list[Any] = []
@@ -58,10 +56,6 @@ class Handles:
         """Give everything back; a collective."""
         for part in self.parts:
             part.free()
-        for requests in self.requests.values():
-            for request in requests:
-                request.Free()
-        self.requests.clear()
         self.mpi.Free()
         unfreed.discard(self)
 

@@ -19,8 +19,8 @@ from mpi4py import MPI
 from hvd_compress.agreement import UNEVEN
 from hvd_compress.mpi.transport.handles import Handles, tags, unfreed
 
-#: counted from the end of a communicator's tags, behind those of roll calls and plans
-_TAG = 3
+#: counted from the end of a communicator's tags, behind those of roll calls
+_TAG = 2
 _BYTES = 200
 _ENDED, _GAVE_UP = "has ended its program", "has given up"
 

@@ -329,15 +329,6 @@ def complete(comm: Any, request: Any, what: str, call: Callable[[], object]) -> 
     Work(comm, call(), [_one(comm.collective(request, what))]).wait()
 
 
-def complete_wait(comm: Any, wait: Wait, call: object) -> None:
-    """Wait for messages: with nothing but looks, as long as it does not take long and nothing else
-    is under way."""
-    for _ in _looks(0 if comm.under_way else _LOOKS_AT_ONE):
-        if wait.is_over():
-            return
-    Work(comm, call, [_one(wait)]).wait()
-
-
 def _looks(count: int) -> Iterator[None]:
     """Yield for each of so many looks, or of fewer where they take long: in each MPI may let others
     have the processor, which is a time slice of every process that is ready."""
