@@ -29,12 +29,15 @@ from hvd_compress.mpi.calls.allreduce import (
     allreduce,
     direct_allreduce,
     halving_doubling_allreduce,
+    hierarchical_allreduce,
     recursive_doubling_allreduce,
     ring_allreduce,
 )
-from hvd_compress.mpi.calls.hierarchical import hierarchical_allreduce
-from hvd_compress.mpi.calls.hierarchical_sparse import hierarchical_sparse_allreduce
-from hvd_compress.mpi.calls.sparse_allreduce import sparse_allgather, sparse_allreduce
+from hvd_compress.mpi.calls.sparse_allreduce import (
+    hierarchical_sparse_allreduce,
+    sparse_allgather,
+    sparse_allreduce,
+)
 from hvd_compress.mpi.engine import MpiEngine
 from hvd_compress.mpi.sparse.running import Reduced
 from hvd_compress.mpi.transport.communicator import Communicator

@@ -8,7 +8,7 @@ collectives, which have no tags, are not used here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,23 +17,19 @@ from hvd_compress.backends import backend_of
 from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
-from hvd_compress.meetings.sparse_vectors import densify, empty, give_back, take_in
-from hvd_compress.mpi.calls import hierarchical
-from hvd_compress.mpi.calls.hierarchical_sparse import by_nodes
+from hvd_compress.meetings.sparse_vectors import densify, give_back, take_in
 from hvd_compress.mpi.calls.sparse_allreduce import fastest
 from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.dense.allgather import gather
-from hvd_compress.mpi.dense.alltoall import alltoall
-from hvd_compress.mpi.dense.broadcast import broadcast
-from hvd_compress.mpi.dense.neighbors import neighbors
+from hvd_compress.mpi.dense.hierarchical import hierarchical
+from hvd_compress.mpi.dense.payloads import alltoall, broadcast, gather, swap
 from hvd_compress.mpi.dense.running import CHUNK, start
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
-from hvd_compress.mpi.sparse.algorithm import Summed
+from hvd_compress.mpi.sparse.hierarchical import hierarchical as hierarchical_sparse
 from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.transport.arrays import HALVES, Flat
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
-from hvd_compress.mpi.transport.nodes import Nodes, nodes_of
-from hvd_compress.mpi.transport.progress import Work
+from hvd_compress.mpi.transport.nodes import nodes_of
+from hvd_compress.mpi.transport.progress import Algorithm, Work
 from hvd_compress.mpi.tuning.measuring import model_of
 from hvd_compress.requests import (
     Alltoall,
@@ -64,17 +60,12 @@ def carry(request: Collective, comm: Communicator, tag: int, predivide: float) -
         tag: the first tag that nothing else uses, in ``comm`` and its parts.
         predivide: arrays are divided by it before they are added, and sums multiplied by it.
     """
-
-    tags: dict[Communicator, Iterator[int]] = {}  # a rank may belong to fewer parts than others
-
-    def channel(of: Communicator = comm) -> Channel:
-        return of.channel(next(tags.setdefault(of, itertools.count(tag))))
-
-    return _CARRIERS[type(request)](request, comm, channel, predivide)
+    tags = itertools.count(tag)
+    return _CARRIERS[type(request)](request, comm, lambda: comm.channel(next(tags)), predivide)
 
 
 def _reduce(
-    request: Sum | Max, comm: Communicator, channel: Callable[..., Channel], predivide: float
+    request: Sum | Max, comm: Communicator, channel: Callable[[], Channel], predivide: float
 ) -> Carried:
     xp, array, dtype = backend_of(request.array), request.array, request.wire_dtype
     if isinstance(request, Sum):
@@ -86,7 +77,6 @@ def _reduce(
     is_rounded_late = (
         dtype in HALVES
         and xp.dtype(array) == "float32"
-        and algorithm != "hierarchical"
         and str(getattr(array, "device", "cpu")) == "cpu"
     )
     sent_from = "float32" if is_rounded_late else dtype
@@ -112,28 +102,23 @@ def _allreduce(
     out: np.ndarray,
     op: str,
     comm: Communicator,
-    channel: Callable[..., Channel],
+    channel: Callable[[], Channel],
 ) -> Work:
     """Start an allreduce into ``out``."""
     check_choice("algorithm", name, SUMS)
-    call, nbytes = f"{op} of gradients", len(flat.array) * itemsize(flat.dtype)
-    if name == "hierarchical":
-        nodes = nodes_of(comm)
-        if not nodes.is_flat and nbytes:
-            chunk = max(CHUNK, -(-nbytes // _BLOCKS))
-            return hierarchical.start(
-                comm, nodes, call, "direct", flat, out, op=op, chunk=chunk, channel=channel
-            )
-        name = "auto"
-    if name == "auto":
-        name = model_of(comm).fastest(nbytes, flat.dtype, among=DENSE)
-    algorithm = ALGORITHMS[name]
+    nbytes = len(flat.array) * itemsize(flat.dtype)
+    if name == "hierarchical" and not (nodes := nodes_of(comm)).is_flat:
+        algorithm = hierarchical(nodes, ALGORITHMS["direct"])
+    elif name in ("auto", "hierarchical"):
+        algorithm = ALGORITHMS[model_of(comm).fastest(nbytes, flat.dtype, among=DENSE)]
+    else:
+        algorithm = ALGORITHMS[name]
     chunk = max(CHUNK, -(-nbytes // (algorithm.pieces(comm.size) * _BLOCKS)))
-    return start(comm, call, algorithm, flat, out, op, chunk=chunk, channel=channel)
+    return start(comm, f"{op} of gradients", algorithm, flat, out, op, chunk=chunk, channel=channel)
 
 
 def _sparse_sum(
-    request: SparseSum, comm: Communicator, channel: Callable[..., Channel], predivide: float
+    request: SparseSum, comm: Communicator, channel: Callable[[], Channel], predivide: float
 ) -> Carried:
     check_choice("algorithm", request.algorithm, SPARSE_SUMS)
     mine, like = take_in(request.sparse, request.n)
@@ -147,74 +132,61 @@ def _sparse_sum(
         may_be_dense=True,
     )
     brought, rounded_off = form.bring(mine)
-    name, channels = request.algorithm, [channel()]
-    algorithm: Summed
-    nodes = nodes_of(comm) if name == "hierarchical" else None
-    if nodes is not None and not nodes.is_flat:
-        assert nodes.inside is not None
-        inside = channel(nodes.inside)
-        across = None if nodes.across is None else channel(nodes.across)
-        channels += [inside] if across is None else [inside, across]
-        algorithm = _without_loss(nodes, inside, across, brought, form)
+    name, through = request.algorithm, channel()
+    if name == "hierarchical" and not (nodes := nodes_of(comm)).is_flat:
+        run = hierarchical_sparse(nodes, SPARSE["allgather"].run)
     elif name in ("auto", "hierarchical"):
-        algorithm = fastest(channels[0], brought, form, model_of(comm))
+        run = fastest(model_of(comm))
     else:
-        algorithm = SPARSE[name].run(channels[0], brought, form)
-    work = Work(comm, "sparse sum of gradients", [algorithm])
+        run = SPARSE[name].run
+    work = Work(comm, "sparse sum of gradients", [run(through, brought, form)])
 
     def reply() -> SparseTotal:
         total, lost = work.results[0]
         return SparseTotal(
             give_back(densify(total, form.n) if isinstance(total, Sparse) else total, like),
             give_back(form.not_sent([rounded_off, lost]), like),
-            sum(each.bytes_sent for each in channels),
-            sum(each.bytes_received for each in channels),
+            through.bytes_sent,
+            through.bytes_received,
         )
 
     return work, reply
 
 
-def _without_loss(
-    nodes: Nodes, inside: Channel, across: Channel | None, mine: Sparse, form: Format
-) -> Summed:
-    total = yield from by_nodes(nodes, inside, across, mine, form, algorithm="allgather")
-    return total, empty(form.wide)
-
-
 def _gather(
-    request: Gather, comm: Communicator, channel: Callable[..., Channel], predivide: float
+    request: Gather, comm: Communicator, channel: Callable[[], Channel], predivide: float
 ) -> Carried:
-    xp, payload = backend_of(request.payload), request.payload
-    message = xp.to_numpy(payload)
-    sizes = comm.size * [message.nbytes] if request.equal_sizes else None
-    algorithm = gather(channel(), message, sizes)
-    work = Work(comm, "gathering of payloads", [algorithm])
-    return work, lambda: [xp.from_numpy(part, payload) for part in work.results[0]]
+    message = backend_of(request.payload).to_numpy(request.payload)
+    algorithm = gather(channel(), message, request.equal_sizes)
+    return _payloads(comm, "gathering of payloads", algorithm, request.payload)
 
 
 def _alltoall(
-    request: Alltoall, comm: Communicator, channel: Callable[..., Channel], predivide: float
+    request: Alltoall, comm: Communicator, channel: Callable[[], Channel], predivide: float
 ) -> Carried:
-    xp, like = backend_of(request.payloads[0]), request.payloads[0]
-    messages = [xp.to_numpy(payload) for payload in request.payloads]
+    messages = [backend_of(payload).to_numpy(payload) for payload in request.payloads]
     algorithm = alltoall(channel(), messages, request.equal_sizes)
-    work = Work(comm, "all-to-all of payloads", [algorithm])
-    return work, lambda: [xp.from_numpy(part, like) for part in work.results[0]]
+    return _payloads(comm, "all-to-all of payloads", algorithm, request.payloads[0])
 
 
 def _neighbors(
-    request: Neighbors, comm: Communicator, channel: Callable[..., Channel], predivide: float
+    request: Neighbors, comm: Communicator, channel: Callable[[], Channel], predivide: float
 ) -> Carried:
-    xp, payload = backend_of(request.payload), request.payload
-    algorithm = neighbors(
-        channel(), xp.to_numpy(payload), request.targets, request.sources, request.equal_sizes
-    )
-    work = Work(comm, "exchange with neighbours", [algorithm])
-    return work, lambda: [xp.from_numpy(part, payload) for part in work.results[0]]
+    message = backend_of(request.payload).to_numpy(request.payload)
+    outgoing, like = dict.fromkeys(request.targets, message), message
+    sizes = like if request.equal_sizes else None
+    algorithm = swap(channel(), outgoing, request.sources, sizes, "messages of neighbours")
+    return _payloads(comm, "exchange with neighbours", algorithm, request.payload)
+
+
+def _payloads(comm: Communicator, call: str, algorithm: Algorithm, like: Any) -> Carried:
+    """Begin an exchange of bytes, whose reply are arrays like ``like``."""
+    work = Work(comm, call, [algorithm])
+    return work, lambda: [backend_of(like).from_numpy(part, like) for part in work.results[0]]
 
 
 def _broadcast(
-    request: Broadcast, comm: Communicator, channel: Callable[..., Channel], predivide: float
+    request: Broadcast, comm: Communicator, channel: Callable[[], Channel], predivide: float
 ) -> Carried:
     xp, array = backend_of(request.array), request.array
     buffer, is_ours = _on_wire(array, xp.dtype(array))

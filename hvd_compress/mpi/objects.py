@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_compress.config import is_one_of
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.dense.allgather import allgather
+from hvd_compress.mpi.dense.payloads import gather
 from hvd_compress.mpi.process_sets import ProcessSet, communicator_of, global_process_set
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Algorithm
@@ -30,7 +30,9 @@ def gather_bytes(raw: np.ndarray, kind: str, process_set: ProcessSet) -> list[np
         MismatchError: it is not.
         PayloadError: a message is damaged.
     """
-    frames = allgather(encode_bytes(raw, kind), comm=communicator_of(process_set))
+    comm = communicator_of(process_set)
+    comm.agree("allgather")
+    (frames,) = comm.run("allgather", gather(comm.channel(), encode_bytes(raw, kind)))
     return [decode_bytes(x, kind, sender=f"rank {rank}") for rank, x in enumerate(frames)]
 
 

@@ -154,7 +154,7 @@ def test_a_kind_that_was_seen_before(order, name, op):
                 assert target is None or got is target
                 assert got.dtype == np.float32
                 np.testing.assert_array_equal(got, want)
-        assert list(comm.choices.values()) == [(name, name == "mpi")]
+        assert list(comm.choices.values()) == [(DENSE[name], name == "mpi")]
 
     Simulation(size, order).run(rank)
 
@@ -183,7 +183,7 @@ def test_duplicates_measure_once():
         other.cost_model = model_that_prefers("ring", comm.size)
         assert not comm.choices
         mpi.allreduce(np.ones(6), comm=comm)
-        assert list(other.choices.values()) == [("ring", False)]
+        assert list(other.choices.values()) == [(DENSE["ring"], False)]
 
     Simulation(3).run(rank)
 

@@ -21,11 +21,8 @@ from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import CollectiveTimeout, MismatchError
 from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.dense.allgather import allgather
-from hvd_compress.mpi.dense.alltoall import alltoall
-from hvd_compress.mpi.dense.broadcast import broadcast
 from hvd_compress.mpi.dense.halving_doubling import FOLD
-from hvd_compress.mpi.dense.neighbors import neighbors
+from hvd_compress.mpi.dense.payloads import alltoall, broadcast, gather, swap
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.transport.progress import Wait
 from hvd_compress.requests.algorithms import DENSE as TAGGED
@@ -173,9 +170,10 @@ def test_bytes_of_all_ranks(size, order, n):
     def rank():
         comm = mpi.Communicator(checks=0)
         me = comm.rank
-        gathered = allgather(np.full(n + me % 3, me, np.uint8), comm=comm)
+        mine = np.full(n + me % 3, me, np.uint8)
+        gathered = comm.run("allgather", gather(comm.channel(), mine))[0]
         outgoing = [np.full((n + 7 * to) % 11, (7 * me + to) % 251, np.uint8) for to in range(size)]
-        exchanged = comm.run("all-to-all", alltoall(comm.channel(), outgoing))[0]
+        exchanged = comm.run("all-to-all", alltoall(comm.channel(), outgoing, equal_sizes=True))[0]
         for sender, theirs in enumerate(exchanged):
             np.testing.assert_array_equal(
                 theirs, np.full((n + 7 * me) % 11, (7 * sender + me) % 251, np.uint8)
@@ -201,15 +199,15 @@ def test_neighbours(size, order, n, hops):
         me = comm.rank
         targets, sources = [(me + h) % size for h in hops], [(me - h) % size for h in hops]
         before = comm.bytes_sent
-        equal = neighbors(comm.channel(), np.full(n, me, np.uint8), targets, sources)
+        mine = np.full(n, me, np.uint8)
+        equal = swap(comm.channel(), dict.fromkeys(targets, mine), sources, mine)
         received = comm.run("neighbours", equal)[0]
         assert comm.bytes_sent - before == n * len(hops)
         for source, theirs in zip(sources, received, strict=True):
             np.testing.assert_array_equal(theirs, np.full(n, source, np.uint8))
         other = np.full(me % 3, me, np.uint8)
-        received = comm.run(
-            "neighbours", neighbors(comm.channel(), other, targets, sources, equal_sizes=False)
-        )[0]
+        differ = swap(comm.channel(), dict.fromkeys(targets, other), sources, None)
+        received = comm.run("neighbours", differ)[0]
         assert comm.bytes_sent - before == (n + me % 3 + 8) * len(hops)
         for source, theirs in zip(sources, received, strict=True):
             np.testing.assert_array_equal(theirs, np.full(source % 3, source, np.uint8))

@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_compress.errors import ConfigError
+from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.dense.halving_doubling import FOLD, REMAINDERS
-from hvd_compress.mpi.dense.running import CHUNK, Comm, run
-from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.dense.hierarchical import hierarchical
+from hvd_compress.mpi.dense.running import CALLED, CHUNK, Comm, run
+from hvd_compress.mpi.transport.arrays import HALVES, Flat
+from hvd_compress.mpi.transport.communicator import Communicator, nbytes
+from hvd_compress.mpi.transport.nodes import nodes_of
 from hvd_compress.mpi.tuning.measuring import model_of
 
 
@@ -50,11 +55,59 @@ def allreduce(
     >>> allreduce(np.array([1.0, 2.0]), op="mean", comm=MPI.COMM_SELF)
     array([1., 2.])
     """
-    return run(x, op, algorithm, out, comm, chunk=chunk, choose=_fastest)
+
+    def choose(communicator: Communicator, flat: Flat) -> Allreduce:
+        return _named(algorithm, communicator, nbytes(flat.array), flat.dtype)
+
+    return run(x, op, algorithm, out, comm, chunk=chunk, choose=choose)
 
 
-def _fastest(comm: Communicator, n: int, dtype: str) -> str:
-    return model_of(comm).fastest(n, dtype)
+def _named(algorithm: str, comm: Communicator, n: int, dtype: str) -> Allreduce:
+    """Return the algorithm of that name; for "auto" the fastest one for ``n`` bytes."""
+    return CALLED[model_of(comm).fastest(n, dtype) if algorithm == "auto" else algorithm]
+
+
+def hierarchical_allreduce(
+    x: Any,
+    *,
+    op: str = "sum",
+    algorithm: str = "auto",
+    out: Any = None,
+    comm: Comm = None,
+    ranks_per_node: int | None = None,
+    chunk: int = CHUNK,
+) -> Any:
+    """Reduce an array first inside each node and then between nodes, for clusters whose nodes run
+    several ranks.
+
+    If all ranks share one node, or each has its own, this is the same as :func:`allreduce`.
+
+    Args:
+        x, op, out, comm, chunk: as for :func:`allreduce`.
+        algorithm: between nodes: "ring", "halving_doubling", "direct", "mpi", or "auto".
+        ranks_per_node: the number of consecutive ranks that make a node; ``None`` asks MPI which
+            ranks share memory.  A number smaller than the ranks of a machine splits the machine.
+
+    Raises:
+        ConfigError, UnsupportedError, MismatchError, CollectiveTimeout: see :func:`allreduce`.
+    """
+
+    def choose(communicator: Communicator, flat: Flat) -> Allreduce:
+        nodes, n, dtype = nodes_of(communicator, ranks_per_node), nbytes(flat.array), flat.dtype
+        if nodes.is_flat:
+            return _named(algorithm, communicator, n, dtype)
+        if nodes.across is None:  # on which nothing depends here
+            return hierarchical(nodes, ALGORITHMS["direct"])
+        if dtype in HALVES:  # partial sums are float32
+            n, dtype = 2 * n, "float32"
+        share = nodes.inside.size if nodes.is_even and nodes.inside is not None else 1
+        return hierarchical(nodes, _named(algorithm, nodes.across, n // share, dtype))
+
+    names = " across nodes" + ("" if ranks_per_node is None else f" of {ranks_per_node}")
+    function = "hierarchical_allreduce"
+    return run(
+        x, op, algorithm, out, comm, chunk=chunk, choose=choose, function=function, nodes=names
+    )
 
 
 def ring_allreduce(

@@ -5,20 +5,19 @@ docs/sparse-collectives.md explains which of them to use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
 from hvd_compress.base import Sparse
 from hvd_compress.errors import PayloadError
 from hvd_compress.meetings.sparse_vectors import give_back, take_in
 from hvd_compress.mpi.sparse import ALGORITHMS
-from hvd_compress.mpi.sparse.algorithm import Summed
+from hvd_compress.mpi.sparse.algorithm import Run, Summed
 from hvd_compress.mpi.sparse.allgather import gather
+from hvd_compress.mpi.sparse.hierarchical import hierarchical
 from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.sparse.running import Comm, Reduced, reduce, run
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, others
+from hvd_compress.mpi.transport.nodes import nodes_of
 from hvd_compress.mpi.transport.progress import Algorithm, Message, Wait
 from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.mpi.tuning.measuring import model_of
@@ -104,32 +103,92 @@ def sparse_allreduce(
         MismatchError: ranks differ in n, dtype or options.
         PayloadError: a message was damaged on its way.
     """
-    return reduce(sparse, n, op, algorithm, comm, values=values, indices=indices, choose=_as_before)
+
+    def choose(communicator: Communicator) -> Run:
+        if algorithm == "auto":
+            return _as_before(communicator, model_of(communicator))
+        return ALGORITHMS[algorithm].run
+
+    return reduce(sparse, n, op, algorithm, comm, values=values, indices=indices, choose=choose)
 
 
-def fastest(channel: Channel, mine: Sparse, form: Format, model: CostModel) -> Summed:
-    """Run the algorithm that a model expects to be fastest for the largest number of entries."""
-    announced = _Announced(channel, mine, form)
-    yield from announced.arrive()
-    return (yield from _chosen(model, announced.largest(), form)(channel, mine, form))
+def hierarchical_sparse_allreduce(
+    sparse: Sparse,
+    n: int,
+    *,
+    op: str = "sum",
+    algorithm: str = "auto",
+    comm: Comm = None,
+    ranks_per_node: int | None = None,
+    indices: str = "int32",
+) -> Reduced:
+    """Run :func:`sparse_allreduce` first inside each node and then between nodes.  On one node, or
+    with one rank per node, it is the same as :func:`sparse_allreduce`.
+
+    Args:
+        sparse, n, op, comm, indices: as for :func:`sparse_allreduce`.
+        algorithm: between nodes: "allgather", "recursive_doubling", "split_allgather" or "auto".
+        ranks_per_node: see :func:`hierarchical_allreduce`.
+
+    float16 is added in float32 on both levels and rounded once; ``dropped`` is empty.
+    """
+
+    def choose(communicator: Communicator) -> Run:
+        nodes = nodes_of(communicator, ranks_per_node)
+        ranks = communicator if nodes.is_flat else nodes.across
+        if algorithm != "auto" or ranks is None:  # where nobody is across, it is of no account
+            run = ALGORITHMS["allgather" if algorithm == "auto" else algorithm].run
+        else:
+            run = fastest(model_of(ranks))
+        return run if nodes.is_flat else hierarchical(nodes, run)
+
+    names = " across nodes" + ("" if ranks_per_node is None else f" of {ranks_per_node}")
+    function = "hierarchical_sparse_allreduce"
+    return reduce(
+        sparse,
+        n,
+        op,
+        algorithm,
+        comm,
+        indices=indices,
+        choose=choose,
+        function=function,
+        nodes=names,
+    )
 
 
-def _as_before(comm: Communicator, mine: Sparse, form: Format) -> Summed:
-    """Run the algorithm that would have been fastest in the last call of this form: ranks announce
-    how many entries they have while it runs, so that nothing waits for that."""
-    model, announced = model_of(comm), _Announced(comm.channel(), mine, form)
-    if (largest := comm.entries.get(form)) is None:
+def fastest(model: CostModel) -> Run:
+    """Return what runs the algorithm that is expected to be fastest for the largest number of
+    entries of a rank."""
+
+    def run(channel: Channel, mine: Sparse, form: Format) -> Summed:
+        announced = _Announced(channel, mine, form)
         yield from announced.arrive()
-        largest = announced.largest()
-    result = yield from _chosen(model, largest, form)(comm.channel(), mine, form)
-    yield from announced.arrive()
-    if len(comm.entries) >= _FORMS:
-        comm.entries.clear()
-    comm.entries[form] = announced.largest()
-    return result
+        return (yield from _chosen(model, announced.largest(), form)(channel, mine, form))
+
+    return run
 
 
-def _chosen(model: CostModel, k: int, form: Format) -> Callable[..., Any]:
+def _as_before(comm: Communicator, model: CostModel) -> Run:
+    """Return what runs the algorithm that would have been fastest in the last call of this form:
+    ranks announce how many entries they have while it runs, so that nothing waits for that."""
+
+    def run(channel: Channel, mine: Sparse, form: Format) -> Summed:
+        announced = _Announced(comm.channel(), mine, form)
+        if (largest := comm.entries.get(form)) is None:
+            yield from announced.arrive()
+            largest = announced.largest()
+        result = yield from _chosen(model, largest, form)(channel, mine, form)
+        yield from announced.arrive()
+        if len(comm.entries) >= _FORMS:
+            comm.entries.clear()
+        comm.entries[form] = announced.largest()
+        return result
+
+    return run
+
+
+def _chosen(model: CostModel, k: int, form: Format) -> Run:
     pair, item = form.bytes_per_entry(k), np.dtype(form.wire).itemsize
     return ALGORITHMS[model.fastest_sparse(k, form.n, pair=pair, item=item)].run
 

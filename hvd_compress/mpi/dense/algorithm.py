@@ -8,10 +8,14 @@ from typing import Any
 
 from hvd_compress.mpi.transport.costs import Costs
 
+#: blocks of an array that are in flight at once
+DEPTH = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Allreduce:
-    """An algorithm; one module has one, as ``ALGORITHM``, and its name.
+    """An algorithm, which calls and the engine run alike; one module has one, as ``ALGORITHM``,
+    and its name.
 
     Attributes:
         name: by which users choose it.
@@ -23,8 +27,7 @@ class Allreduce:
             nothing is known but what was measured.
         half_factor: how many bytes are sent for each of a half precision, of which partial sums are
             sent as float32, compared with an array of float32 of as many bytes.
-        is_tagged: it sends messages, whose tags tell blocks and exchanges apart.  MPI's own
-            collectives have none, and are called in one order on all ranks.
+        depth: blocks in flight at once; 1 if one must not overtake another.
     """
 
     name: str
@@ -32,4 +35,4 @@ class Allreduce:
     pieces: Callable[[int], int]
     seconds: Callable[[Costs, int, int], float] | None
     half_factor: float = 1.5
-    is_tagged: bool = True
+    depth: int = DEPTH

@@ -8,6 +8,7 @@ Partial sums are never sent: half precisions are sent unchanged and rounded once
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_compress.mpi.dense.algorithm import Allreduce
@@ -18,29 +19,49 @@ from hvd_compress.mpi.transport.reduction import Reduction
 from hvd_compress.sharding import shards_of
 
 
-def direct(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
-    """Reduce the flat ``x`` into ``out``, which may be ``x``."""
-    rank, size = channel.rank, channel.size
-    parts = shards_of(len(x), size)
-    length = parts[rank].stop - parts[rank].start
-    arriving = {peer: reduction.scratch_of_dtype(length) for peer in others(rank, size)}
+def direct(
+    channel: Channel,
+    x: Any,
+    out: Any,
+    reduction: Reduction,
+    parts: Sequence[slice] | None = None,
+    reduce_across: Callable[[Any], Algorithm] | None = None,
+    phases: tuple[str, str] = ("direct reduce-scatter", "direct allgather"),
+) -> Algorithm:
+    """Reduce the flat ``x`` into ``out``, which may be ``x``.
+
+    Args:
+        parts: which part each rank adds up; by default all have as much.
+        reduce_across: adds up the partial results of a part with those of ranks elsewhere.
+        phases: how time-outs call the two rounds.
+    """
+    rank, peers = channel.rank, others(channel.rank, channel.size)
+    parts = shards_of(len(x), channel.size) if parts is None else parts
+    sends = [peer for peer in peers if parts[peer].stop > parts[peer].start]
+    if length := parts[rank].stop - parts[rank].start:
+        arriving = {peer: reduction.scratch_of_dtype(length) for peer in peers}
+    else:
+        arriving = {}
     messages = [channel.receive(array, peer) for peer, array in arriving.items()]
-    messages += [channel.send(x[parts[peer]], peer) for peer in arriving]
-    yield Wait(messages, "direct reduce-scatter")
+    messages += [channel.send(x[parts[peer]], peer) for peer in sends]
+    yield Wait(messages, phases[0])
 
-    arriving[rank] = x[parts[rank]]
-    total = reduction.scratch(length)
-    reduction.widen(arriving[0], total)
-    for peer in range(1, size):
-        reduction.combine(total, arriving[peer])
-    reduction.finish(total, out[parts[rank]])
-    reduction.give_back(total)
-    del arriving[rank]
-    reduction.give_back_of_dtype(*arriving.values())
+    if length:
+        arriving[rank] = x[parts[rank]]
+        total = reduction.scratch(length)
+        reduction.widen(arriving[0], total)
+        for peer in range(1, channel.size):
+            reduction.combine(total, arriving[peer])
+        del arriving[rank]
+        reduction.give_back_of_dtype(*arriving.values())
+        if reduce_across is not None:
+            yield from reduce_across(total)
+        reduction.finish(total, out[parts[rank]])
+        reduction.give_back(total)
 
-    messages = [channel.receive(out[parts[peer]], peer) for peer in others(rank, size)]
-    messages += [channel.send(out[parts[rank]], peer) for peer in others(rank, size)]
-    yield Wait(messages, "direct allgather")
+    messages = [channel.receive(out[parts[peer]], peer) for peer in sends]
+    messages += [channel.send(out[parts[rank]], peer) for peer in (peers if length else ())]
+    yield Wait(messages, phases[1])
 
 
 def _seconds(costs: Costs, n: int, p: int) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.backends import halves
+from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.mpi.dense.algorithm import Allreduce
@@ -19,17 +20,17 @@ from hvd_compress.mpi.dense.mpi import at_once
 from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes
 from hvd_compress.mpi.transport.progress import Work
-from hvd_compress.mpi.transport.reduction import Reduction, reduction
+from hvd_compress.mpi.transport.reduction import Reduction, reduction_of
 from hvd_compress.sharding import shards_of
 
 Comm = MPI.Comm | Communicator | None
-#: returns the name of an algorithm for so many bytes of a dtype
-Choose = Callable[[Communicator, int, str], str]
+#: returns the algorithm for an array
+Choose = Callable[[Communicator, Flat], Allreduce]
 
-#: with the form of one that has a function only
-_ALL = {**ALGORITHMS, FOLD.name: FOLD}
-#: bytes of one message, and the number of blocks of an array that are in flight at once
-CHUNK, DEPTH = 512 * 1024, 4
+#: algorithms that calls name, with the form of one that has a function only
+CALLED = {**ALGORITHMS, FOLD.name: FOLD}
+#: bytes of one message
+CHUNK = 512 * 1024
 #: kinds of arrays whose algorithm is remembered
 _KINDS = 4096
 
@@ -42,42 +43,45 @@ def run(
     comm: Comm,
     *,
     chunk: int,
-    choose: Choose | None = None,
+    choose: Choose,
+    function: str = "allreduce",
+    nodes: str = "",
 ) -> Any:
-    """Reduce an array over all ranks; ``choose`` says which algorithm "auto" is, for all else see
-    :func:`hvd_compress.mpi.allreduce`."""
+    """Reduce an array over all ranks; see :func:`hvd_compress.mpi.allreduce`.
+
+    Args:
+        choose: returns the algorithm, when all ranks have agreed on the call.
+        function, nodes: how that calls itself, and the nodes that it goes by way of.
+    """
     communicator = Communicator.of(comm)
-    kind = name = None
-    if type(x) is np.ndarray and not communicator.checks:
+    kind = chosen = None
+    if type(x) is np.ndarray and not communicator.checks and not nodes:
         # What a small array takes is mostly Python, and a kind seen before takes little of it.
         kind = x.dtype, x.shape, op, algorithm, chunk
-        name, is_short = communicator.choices.get(kind, (None, False))
-        if name is not None and is_short:
+        chosen, is_short = communicator.choices.get(kind, (None, False))
+        if is_short:
             target = np.empty(x.shape, x.dtype) if out is None else out
             if _is_plain(x, target):
                 at_once(communicator, x, target, op, lambda: Call(x, op, MPIS_OWN.name))
                 return target
     with communicator.told():
-        if name is None and algorithm != "auto" and algorithm not in _ALL:
-            raise ConfigError(
-                f"algorithm={algorithm!r} is not one of auto, {', '.join(ALGORITHMS)}"
-            )
-        check_chunk(chunk)
+        check_choice("algorithm", algorithm, ("auto", *CALLED))
+        if chunk < 64:
+            raise ConfigError(f"chunk={chunk} bytes: at least 64")
         flat = flatten(x)
-        target = target_of(out, x, flat)
+        target = _target_of(out, x, flat)
     cut = "" if chunk == CHUNK else f", chunk={chunk}"
-    communicator.agree(Call(flat, op, communicator.named(algorithm) + cut))
-    if name is None:
-        name = algorithm
-        if choose is not None and name == "auto":
-            name = choose(communicator, nbytes(flat.array), flat.dtype)
-    call = Call(flat, op, name)
-    start(communicator, call, _ALL[name], flat, target.array, op, chunk=chunk).wait()
-    done = put(target, out)
+    communicator.agree(Call(flat, op, communicator.named(algorithm) + nodes + cut, function))
+    chosen = chosen or choose(communicator, flat)
+    call = Call(flat, op, chosen.name, function)
+    start(communicator, call, chosen, flat, target.array, op, chunk=chunk).wait()
+    done = target.give_back(target.array)
     if kind is not None:
-        is_short = name == MPIS_OWN.name and 0 < flat.array.nbytes <= MPIS_OWN.pieces(1) * chunk
-        _remember(communicator.choices, kind, name, is_short and flat.dtype not in HALVES)
-    return done
+        is_short = chosen is MPIS_OWN and 0 < flat.array.nbytes <= MPIS_OWN.pieces(1) * chunk
+        if len(communicator.choices) >= _KINDS:
+            communicator.choices.clear()
+        communicator.choices[kind] = chosen, is_short and flat.dtype not in HALVES
+    return done if out is None else _assign(out, done)
 
 
 def _is_plain(x: np.ndarray, out: Any) -> bool:
@@ -96,33 +100,20 @@ def _is_plain(x: np.ndarray, out: Any) -> bool:
     )
 
 
-def _remember(
-    choices: dict[Any, tuple[str, bool]], kind: tuple[Any, ...], name: str, is_short: bool
-) -> None:
-    if len(choices) >= _KINDS:
-        choices.clear()
-    choices[kind] = name, is_short
-
-
 class Call(NamedTuple):
     """The call of the user; the text is made when somebody wants to read it."""
 
     x: Any
     op: str
     algorithm: str
+    function: str = "allreduce"
 
     def __str__(self) -> str:
         x = self.x if isinstance(self.x, Flat) else flatten(self.x)
-        return f"allreduce({describe(x)}, {self.op}, {self.algorithm})"
+        return f"{self.function}({describe(x)}, {self.op}, {self.algorithm})"
 
 
-def check_chunk(chunk: int) -> None:
-    """Raise ``ConfigError`` unless messages may have so many bytes."""
-    if chunk < 64:
-        raise ConfigError(f"chunk={chunk} bytes: at least 64")
-
-
-def target_of(out: Any, x: Any, flat: Flat) -> Flat:
+def _target_of(out: Any, x: Any, flat: Flat) -> Flat:
     """Return the array that the result is made in; ``flat`` is ``x`` flat.
 
     Raises:
@@ -136,13 +127,6 @@ def target_of(out: Any, x: Any, flat: Flat) -> Flat:
         is_x = is_same(target.array, flat.array)
         target = flat if is_x else _target(None, flat)
     return target
-
-
-def put(target: Flat, out: Any) -> Any:
-    """Return the result that was made in ``target``, in ``out`` or as a new array if that is
-    ``None``."""
-    done = target.give_back(target.array)
-    return done if out is None else _assign(out, done)
 
 
 def start(
@@ -162,7 +146,7 @@ def start(
     A float32 array of a half precision is sent in that: blocks are rounded on their way.
     """
     channel = channel or comm.channel
-    x, reduce = flat.array, reduction(op, flat, comm.size)
+    x, reduce = flat.array, reduction_of(op, flat.dtype, flat.array, comm.size)
     itemsize = nbytes(x[:1]) or 1
     is_rounded = reduce.widens and itemsize == 4
     if comm.size == 1 and is_rounded:
@@ -186,7 +170,7 @@ def start(
             steps(channel(), part := x[block], part if out is x else out[block], reduce)
             for block in blocks
         ],
-        DEPTH,
+        algorithm.depth,
     )
 
 

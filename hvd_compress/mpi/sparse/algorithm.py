@@ -15,6 +15,8 @@ from hvd_compress.mpi.transport.progress import Wait
 
 #: what an algorithm returns: the result, and what rounding took off on this rank
 Summed = Generator[Wait, None, tuple[Vector, Sparse]]
+#: ``run(channel, mine, form)``
+Run = Callable[[Channel, Sparse, Format], Summed]
 
 
 class Entries(NamedTuple):
@@ -41,10 +43,10 @@ class SparseAllreduce:
 
     Attributes:
         name: by which users choose it.
-        run: ``run(channel, mine, form)``.
+        run: adds up, over a channel and in the format of a call.
         seconds: those on P ranks, 2 or more, by rounds, bytes and entries.
     """
 
     name: str
-    run: Callable[[Channel, Sparse, Format], Summed]
+    run: Run
     seconds: Callable[[Costs, Entries, int], float]

@@ -11,16 +11,14 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError, PayloadError
-from hvd_compress.meetings.sparse_vectors import Vector, give_back, take_in
+from hvd_compress.meetings.sparse_vectors import give_back, take_in
 from hvd_compress.mpi.sparse import ALGORITHMS
-from hvd_compress.mpi.sparse.algorithm import Summed
+from hvd_compress.mpi.sparse.algorithm import Run
 from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Algorithm
 
 Comm = MPI.Comm | Communicator | None
-#: runs an algorithm that it chooses
-Choose = Callable[[Communicator, Sparse, Format], Summed]
 
 
 class Reduced(NamedTuple):
@@ -59,12 +57,18 @@ def reduce(
     algorithm: str,
     comm: Comm,
     *,
-    values: str | None,
+    values: str | None = None,
     indices: str,
-    choose: Choose | None = None,
+    choose: Callable[[Communicator], Run],
+    function: str = "sparse_allreduce",
+    nodes: str = "",
 ) -> Reduced:
-    """Reduce a vector over all ranks; ``choose`` is what "auto" does, for all else see
-    :func:`hvd_compress.mpi.sparse_allreduce`."""
+    """Reduce a vector over all ranks; see :func:`hvd_compress.mpi.sparse_allreduce`.
+
+    Args:
+        choose: returns what adds up, when all ranks have agreed on the call.
+        function, nodes: how that calls itself, and the nodes that it goes by way of.
+    """
     communicator = Communicator.of(comm)
     with communicator.told():
         check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
@@ -81,11 +85,9 @@ def reduce(
         brought, rounded_off = form.bring(mine)
 
     def start() -> Algorithm:
-        if choose is None or algorithm != "auto":
-            return ALGORITHMS[algorithm].run(communicator.channel(), brought, form)
-        return choose(communicator, brought, form)
+        return choose(communicator)(communicator.channel(), brought, form)
 
-    call = f"sparse_allreduce({form}, {communicator.named(algorithm)})"
+    call = f"{function}({form}, {communicator.named(algorithm)}{nodes})"
     total, lost = run(communicator, call, start)
     return reduced(form, total, [rounded_off, lost], like)
 

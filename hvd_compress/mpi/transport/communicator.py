@@ -212,7 +212,7 @@ class Communicator:
         return self._tuning.auto if algorithm == "auto" else algorithm
 
     @property
-    def choices(self) -> dict[Any, tuple[str, bool]]:
+    def choices(self) -> dict[Any, tuple[Any, bool]]:
         return self._tuning.choices
 
     def duplicate(self, what: str = "another communicator") -> Communicator:
@@ -337,7 +337,7 @@ class _Tuning:
     """The measured speed of collectives, which a communicator shares with its duplicates."""
 
     def __init__(self) -> None:
-        self.choices: dict[Any, tuple[str, bool]] = {}
+        self.choices: dict[Any, tuple[Any, bool]] = {}
         self.set(None)
 
     def set(self, model: Any) -> None:
@@ -355,16 +355,28 @@ class Channel:
         self.comm, self.tag = comm, tag
         self.rank, self.size = comm.rank, comm.size
         self.bytes_sent = self.bytes_received = 0
+        self.whole: Channel | None = None  # see within
+
+    def within(self, part: Communicator) -> Channel:
+        """Return the channel of the same algorithm in a part of the ranks, whose bytes count in
+        this one, too."""
+        channel = part.channel(self.tag)
+        channel.whole = self
+        return channel
 
     def send(self, array: Any, to: int) -> Message:
         size = nbytes(array)
         self.comm.bytes_sent += size
         self.bytes_sent += size
+        if self.whole is not None:
+            self.whole.bytes_sent += size
         return self._start(self.comm.mpi.Isend, array, size, to, incoming=False)
 
     def receive(self, array: Any, source: int) -> Message:
         size = nbytes(array)
         self.bytes_received += size
+        if self.whole is not None:
+            self.whole.bytes_received += size
         return self._start(self.comm.mpi.Irecv, array, size, source, incoming=True)
 
     def _start(self, begin: Any, array: Any, size: int, peer: int, incoming: bool) -> Message:

@@ -9,7 +9,6 @@ import numpy as np
 
 from hvd_compress.backends import halves
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.mpi.transport.arrays import Flat
 
 OPS = ("sum", "mean", "max")
 
@@ -163,8 +162,8 @@ class DeviceReduction(Reduction):
         out.copy_(partial)
 
 
-def reduction(op: str, flat: Flat, size: int) -> Reduction:
+def reduction_of(op: str, dtype: str, array: Any, size: int) -> Reduction:
     """Return the reduction for a flat array in host memory or on a device."""
-    if isinstance(flat.array, np.ndarray):
-        return Reduction(op, flat.dtype, size)
-    return DeviceReduction(op, flat.dtype, size, flat.array)
+    if isinstance(array, np.ndarray):
+        return Reduction(op, dtype, size)
+    return DeviceReduction(op, dtype, size, array)

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvd_compress.config import is_number, is_whole
 from hvd_compress.errors import CollectiveTimeout, ConfigError
-from hvd_compress.mpi.dense.broadcast import broadcast
+from hvd_compress.mpi.dense.payloads import broadcast
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.mailbox import Mailbox
 from hvd_compress.systems.servers.messages import Kind, Message, encode

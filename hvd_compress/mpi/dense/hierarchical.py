@@ -1,0 +1,62 @@
+"""Hierarchical allreduce: inside each node, then across nodes, then inside again.
+
+The network between nodes is slower than memory, so as little as possible is sent over it, and all
+ranks of a node share the work (Goyal et al., 2017, also reduce inside the node first).  With L
+ranks on each of N nodes and n bytes:
+
+even nodes
+    Reduce-scatter inside; each rank then has a part of n / L and reduces it across nodes with the
+    ranks that have the same part there; allgather inside.  Every rank sends 2 n / L (N - 1) / N
+    bytes across and 2 n (L - 1) / L inside.
+uneven nodes
+    The first rank of a node adds up the whole array, reduces it with the first ranks of the other
+    nodes, and sends the result to its node.
+
+Inside a node sums are made in the order of the ranks.  Half precisions are added in float32 on both
+levels, sent between nodes as float32, and rounded once at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_compress.mpi.dense.algorithm import DEPTH, Allreduce
+from hvd_compress.mpi.dense.direct import direct
+from hvd_compress.mpi.dense.mpi import ALGORITHM as MPIS_OWN
+from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.nodes import Nodes, named
+from hvd_compress.mpi.transport.progress import Algorithm
+from hvd_compress.mpi.transport.reduction import Reduction, reduction_of
+from hvd_compress.sharding import shards_of
+
+_EVEN = "inside the node, reduce-scatter", "inside the node, allgather"
+_UNEVEN = "inside the node, reduce", "inside the node, broadcast"
+
+
+def hierarchical(nodes: Nodes, across: Allreduce) -> Allreduce:
+    """Return the allreduce by way of ``nodes``, which are not flat; ``across`` adds up their
+    partial results."""
+    inside = nodes.inside
+    assert inside is not None
+    share = inside.size if nodes.is_even else 1
+
+    def run(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
+        between = None if nodes.across is None else channel.within(nodes.across)
+
+        def reduce_across(partial: Any) -> Algorithm:
+            assert between is not None
+            # The division of a mean is left to the end.
+            op = "sum" if reduction.op == "mean" else reduction.op
+            dtype = "float32" if reduction.widens else reduction.dtype
+            reduce = reduction_of(op, dtype, partial, between.size)
+            return named("across nodes", across.run(between, partial, partial, reduce))
+
+        # The first rank of an uneven node adds up all.
+        parts = [*shards_of(len(x), share), *(inside.size - share) * [slice(len(x), len(x))]]
+        phases = _EVEN if nodes.is_even else _UNEVEN
+        return direct(channel.within(inside), x, out, reduction, parts, reduce_across, phases)
+
+    # Blocks overtake each other, and MPI's own collectives must be called in one order.
+    depth = 1 if across is MPIS_OWN else DEPTH
+    # Not by the algorithm: ranks that are not across together may have chosen different ones.
+    return Allreduce("hierarchical", run, lambda p: len(nodes.members) * share, None, depth=depth)

@@ -1,0 +1,60 @@
+"""Hierarchical sparse allreduce: entries are united inside each node before they go across.
+
+Ranks that train on similar data select many of the same indices.  With L ranks on a node, such an
+index is sent to the other nodes once instead of L times.  If all nodes have as many ranks, each
+rank adds up a region of n / L elements, reduces it across nodes with the ranks that own the same
+region, and all regions are gathered inside each node; otherwise the first rank of a node owns all
+regions.  The sum is exact.
+
+Differs from HiTopKComm (Shi et al., 2021), which adds
+up dense gradients inside the node and then selects elements: here each rank selects before.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_compress.base import Sparse
+from hvd_compress.meetings.sparse_vectors import Vector, empty
+from hvd_compress.mpi.sparse.algorithm import Run, Summed
+from hvd_compress.mpi.sparse.messages import Format
+from hvd_compress.mpi.sparse.split_allgather import assemble, from_owners, to_owners
+from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.nodes import Nodes, named
+from hvd_compress.sharding import bounds_of
+
+
+def hierarchical(nodes: Nodes, across: Run) -> Run:
+    """Return the allreduce by way of ``nodes``, which are not flat; ``across`` adds up their
+    sums."""
+
+    def run(channel: Channel, mine: Sparse, form: Format) -> Summed:
+        assert nodes.inside is not None
+        inside = channel.within(nodes.inside)
+        owners = inside.size if nodes.is_even else 1
+        bounds = bounds_of(form.n, owners) + [form.n] * (inside.size - owners)
+        length = bounds[inside.rank + 1] - bounds[inside.rank]
+        parts = yield from named("inside the node", to_owners(inside, mine, bounds, form))
+
+        done: Vector = empty(form.dtype)
+        if nodes.across is not None:
+            region = form.add_up(parts, length, form.wide)
+            if not isinstance(region, Sparse):
+                places = np.flatnonzero(region)
+                region = Sparse(places, region[places])
+            between = channel.within(nodes.across)
+            theirs = Format.of(
+                length,
+                form.wide,
+                indices=form.codec,
+                op="sum",
+                size=between.size,
+                may_be_dense=True,
+            )
+            total, _ = yield from named("across nodes", across(between, region, theirs))
+            done, _ = form.settle(total)
+
+        regions = yield from named("inside the node", from_owners(inside, done, bounds, form))
+        return assemble(regions, bounds, form), empty(form.wide)
+
+    return run
