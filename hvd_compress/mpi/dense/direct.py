@@ -39,7 +39,7 @@ def direct(
     parts = shards_of(len(x), channel.size) if parts is None else parts
     sends = [peer for peer in peers if parts[peer].stop > parts[peer].start]
     if length := parts[rank].stop - parts[rank].start:
-        arriving = {peer: reduction.scratch_of_dtype(length) for peer in peers}
+        arriving = {peer: reduction.scratch(length, wide=False) for peer in peers}
     else:
         arriving = {}
     messages = [channel.receive(array, peer) for peer, array in arriving.items()]
@@ -53,7 +53,7 @@ def direct(
         for peer in range(1, channel.size):
             reduction.combine(total, arriving[peer])
         del arriving[rank]
-        reduction.give_back_of_dtype(*arriving.values())
+        reduction.give_back(*arriving.values())
         if reduce_across is not None:
             yield from reduce_across(total)
         reduction.finish(total, out[parts[rank]])

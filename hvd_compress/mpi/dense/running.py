@@ -150,7 +150,7 @@ def start(
     itemsize = nbytes(x[:1]) or 1
     is_rounded = reduce.widens and itemsize == 4
     if comm.size == 1 and is_rounded:
-        halves.narrow(x, half := reduce.scratch_of_dtype(len(x)))
+        halves.narrow(x, half := reduce.scratch(len(x), wide=False))
         halves.widen(half, out)
     elif comm.size == 1 and out is not x:
         out[:] = x
@@ -178,11 +178,11 @@ def _rounded(
     run: Callable[..., Any], channel: Channel, x: np.ndarray, out: np.ndarray, reduction: Reduction
 ) -> Any:
     """Reduce float32 in a half precision."""
-    half = reduction.scratch_of_dtype(len(x))
+    half = reduction.scratch(len(x), wide=False)
     halves.narrow(x, half, threads=1)
     yield from run(channel, half, half, reduction)
     halves.widen(half, out, threads=1)
-    reduction.give_back_of_dtype(half)
+    reduction.give_back(half)
 
 
 def _target(out: Any, like: Flat) -> Flat:

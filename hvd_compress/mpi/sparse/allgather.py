@@ -39,10 +39,7 @@ def allgather(channel: Channel, mine: Sparse, form: Format) -> Summed:
     """Return the result, and what rounding it took off: nothing."""
     lengths = [form.n] * channel.size
     parts = yield from gather(channel, mine, lengths, form, "sparse allgather")
-    total = form.add_up(parts, form.n, form.dtype)
-    if isinstance(total, Sparse):
-        return Sparse(total.indices, form.finish(total.values, form.dtype)), empty(form.wide)
-    return form.finish(total, form.dtype), empty(form.wide)
+    return form.result(form.add_up(parts, form.n, form.dtype)), empty(form.wide)
 
 
 def _seconds(costs: Costs, entries: Entries, p: int) -> float:

@@ -12,12 +12,10 @@ up dense gradients inside the node and then selects elements: here each rank sel
 
 from __future__ import annotations
 
-import numpy as np
-
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, empty
 from hvd_compress.mpi.sparse.algorithm import Run, Summed
-from hvd_compress.mpi.sparse.messages import Format
+from hvd_compress.mpi.sparse.messages import Format, entries_of
 from hvd_compress.mpi.sparse.split_allgather import assemble, from_owners, to_owners
 from hvd_compress.mpi.transport.communicator import Channel
 from hvd_compress.mpi.transport.nodes import Nodes, named
@@ -38,10 +36,7 @@ def hierarchical(nodes: Nodes, across: Run) -> Run:
 
         done: Vector = empty(form.dtype)
         if nodes.across is not None:
-            region = form.add_up(parts, length, form.wide)
-            if not isinstance(region, Sparse):
-                places = np.flatnonzero(region)
-                region = Sparse(places, region[places])
+            region = entries_of(form.add_up(parts, length, form.wide))
             between = channel.within(nodes.across)
             theirs = Format.of(
                 length,

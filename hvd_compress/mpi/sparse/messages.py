@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -99,6 +99,10 @@ class Format:
             return done, _difference(total, restored)
         return done, _difference(Sparse(np.arange(total.size), total), restored)
 
+    def result(self, total: Vector) -> Vector:
+        """Return sums over all ranks as the result."""
+        return with_values(total, lambda sums: self.finish(sums, self.dtype))
+
     def finish(self, sums: np.ndarray, dtype: str) -> np.ndarray:
         """Return sums over all ranks as values of the result."""
         if self.op == "mean":
@@ -171,6 +175,21 @@ def _difference(exact: Sparse, values: np.ndarray) -> Sparse:
         rest = np.where(np.isfinite(exact.values), exact.values - values, 0)
     some = np.flatnonzero(rest)
     return Sparse(exact.indices[some], rest[some].astype(exact.values.dtype, copy=False))
+
+
+def with_values(vector: Vector, change: Callable[[np.ndarray], np.ndarray]) -> Vector:
+    """Return a vector with the same places, and other values."""
+    if isinstance(vector, Sparse):
+        return Sparse(vector.indices, change(vector.values))
+    return change(vector)
+
+
+def entries_of(vector: Vector) -> Sparse:
+    """Return the nonzero elements of a vector."""
+    if isinstance(vector, Sparse):
+        return vector
+    places = np.flatnonzero(vector)
+    return Sparse(places, vector[places])
 
 
 def most_bytes(n: int, dtype: str) -> int:

@@ -11,18 +11,15 @@ of every addition, so that all ranks hold the same bits, whatever NaNs are in th
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
-import numpy as np
+import operator
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, empty
 from hvd_compress.mpi.sparse.algorithm import Entries, SparseAllreduce, Summed
-from hvd_compress.mpi.sparse.messages import Format, most_bytes
+from hvd_compress.mpi.sparse.messages import Format, most_bytes, with_values
 from hvd_compress.mpi.transport.communicator import Channel
 from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.point_to_point import exchange_open
-from hvd_compress.mpi.transport.progress import Wait
 
 
 def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
@@ -35,7 +32,15 @@ def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
     sent_as = form.wire  # until the first addition
 
     if extra:
-        folded = yield from _fold(channel, form.encode(total, n), core, extra, form)
+        outgoing = {rank - core: form.encode(total, n)} if rank >= core else {}
+        sources = [rank + core] if rank < extra else []
+        folded = yield from exchange_open(
+            channel,
+            outgoing,
+            sources,
+            "vectors of the last ranks",
+            limit=most_bytes(n, sent_as),
+        )
         if rank < extra:
             parts = [mine, form.decode(folded[rank + core], n, sent_as, rank + core)]
             total = form.add_up(parts, n, form.wide)
@@ -43,7 +48,7 @@ def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
     if rank < core:
         for step in range(rounds):
             peer = rank ^ (1 << step)
-            total = _in_dtype(total, sent_as)
+            total = with_values(total, operator.methodcaller("astype", sent_as, copy=False))
             frame = form.encode(total, n)
             limit = most_bytes(n, sent_as)
             frames = yield from exchange_open(
@@ -53,7 +58,7 @@ def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
             ordered = [total, theirs] if rank < peer else [theirs, total]
             total = form.add_up(ordered, n, form.wide)
             sent_as = form.wide
-        total = _finish(total, form)
+        total = form.result(total)
     if not extra:
         return total, empty(form.wide)
 
@@ -66,32 +71,6 @@ def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
     for source, frame in frames.items():
         total = form.decode(frame, n, form.dtype, source)
     return total, empty(form.wide)
-
-
-def _fold(
-    channel: Channel, frame: np.ndarray, core: int, extra: int, form: Format
-) -> Generator[Wait, None, dict[int, np.ndarray]]:
-    rank = channel.rank
-    outgoing = {rank - core: frame} if rank >= core else {}
-    sources = [rank + core] if rank < extra else []
-    limit = most_bytes(form.n, form.wire)
-    return (
-        yield from exchange_open(
-            channel, outgoing, sources, "vectors of the last ranks", limit=limit
-        )
-    )
-
-
-def _in_dtype(vector: Vector, dtype: str) -> Vector:
-    if isinstance(vector, Sparse):
-        return Sparse(vector.indices, vector.values.astype(dtype, copy=False))
-    return vector.astype(dtype, copy=False)
-
-
-def _finish(total: Vector, form: Format) -> Vector:
-    if isinstance(total, Sparse):
-        return Sparse(total.indices, form.finish(total.values, form.dtype))
-    return form.finish(total, form.dtype)
 
 
 def _seconds(costs: Costs, entries: Entries, p: int) -> float:

@@ -18,7 +18,7 @@ from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, densify, join
 from hvd_compress.mpi.sparse.algorithm import Entries, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.allgather import gather
-from hvd_compress.mpi.sparse.messages import Format, most_bytes
+from hvd_compress.mpi.sparse.messages import Format, entries_of, most_bytes, with_values
 from hvd_compress.mpi.transport.communicator import Channel, others
 from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.point_to_point import exchange_open
@@ -62,12 +62,7 @@ def from_owners(
     """Return all regions, in the dtype of the result."""
     lengths = [bounds[i + 1] - bounds[i] for i in range(channel.size)]
     regions = yield from gather(channel, mine, lengths, form, "sums from their owners")
-    return [
-        Sparse(region.indices, region.values.astype(form.dtype))
-        if isinstance(region, Sparse)
-        else region.astype(form.dtype)
-        for region in regions
-    ]
+    return [with_values(region, lambda x: x.astype(form.dtype)) for region in regions]
 
 
 def assemble(regions: Sequence[Vector], bounds: Sequence[int], form: Format) -> Vector:
@@ -76,13 +71,7 @@ def assemble(regions: Sequence[Vector], bounds: Sequence[int], form: Format) -> 
     if form.is_full(int(sum(counts)), form.n, form.dtype):
         pairs = zip(regions, lengths, strict=True)
         return np.concatenate([densify(x, m) if isinstance(x, Sparse) else x for x, m in pairs])
-    sparse = []
-    for region in regions:
-        if not isinstance(region, Sparse):
-            places = np.flatnonzero(region)
-            region = Sparse(places, region[places])
-        sparse.append(region)
-    return join(sparse, bounds)
+    return join([entries_of(region) for region in regions], bounds)
 
 
 def _seconds(costs: Costs, entries: Entries, p: int) -> float:

@@ -31,37 +31,28 @@ class Reduction:
                 f'the mean of {dtype} is not an integer: use op="sum" and divide, or float arrays'
             )
         self.op, self.dtype, self.size = op, dtype, size
-        self._free: dict[int, list[Any]] = {}  # partial results, by their number
-        self._free_of_dtype: dict[int, list[Any]] = {}
+        self._free: dict[Any, list[Any]] = {}
         self.widens = dtype in ("float16", "bfloat16")
 
-    def scratch(self, n: int) -> Any:
-        """Return an array for ``n`` partial results, with any contents.  After :meth:`give_back` it
-        is used again, since the first touch of fresh memory costs more than an addition."""
-        free = self._free.get(n)
-        return free.pop() if free else self._new(n)
+    def scratch(self, n: int, *, wide: bool = True) -> Any:
+        """Return an array for ``n`` partial results, or for elements of the array's own dtype, with
+        any contents.  After :meth:`give_back` it is used again, since the first touch of fresh
+        memory costs more than an addition."""
+        free = self._free.get((n, self._dtype(wide)))
+        return free.pop() if free else self._new(n, self._dtype(wide))
 
     def give_back(self, *arrays: Any) -> None:
         """Keep arrays that :meth:`scratch` returned, and that nobody uses any more."""
         for array in arrays:
-            self._free.setdefault(len(array), []).append(array)
+            self._free.setdefault((len(array), array.dtype), []).append(array)
 
-    def scratch_of_dtype(self, n: int) -> Any:
-        """Return an array for ``n`` elements of the array's own dtype, with any contents; after
-        :meth:`give_back_of_dtype` it is used again."""
-        free = self._free_of_dtype.get(n)
-        return free.pop() if free else self._new_of_dtype(n)
+    def _dtype(self, wide: bool) -> Any:
+        if wide and self.widens:
+            return np.dtype("float32")
+        return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
 
-    def give_back_of_dtype(self, *arrays: Any) -> None:
-        """Do what :meth:`give_back` does, with arrays of :meth:`scratch_of_dtype`."""
-        for array in arrays:
-            self._free_of_dtype.setdefault(len(array), []).append(array)
-
-    def _new(self, n: int) -> Any:
-        return np.empty(n, self._wide)
-
-    def _new_of_dtype(self, n: int) -> Any:
-        return np.empty(n, self._narrow)
+    def _new(self, n: int, dtype: Any) -> Any:
+        return np.empty(n, dtype)
 
     def widen(self, x: Any, out: Any) -> None:
         """Write the elements ``x`` into ``out``, as partial results."""
@@ -79,20 +70,13 @@ class Reduction:
 
     def merge(self, partial: Any, other: Any) -> None:
         """Add other partial results to partial results, in place."""
-        if self.op == "max":
-            np.maximum(partial, other, out=partial)
-        else:
-            # Inf - Inf is the caller's affair, and arrives as NaN on every rank.
-            with np.errstate(invalid="ignore", over="ignore"):
-                np.add(partial, other, out=partial)
+        self.add(partial, other, partial)
 
     def add(self, first: Any, second: Any, out: Any) -> None:
-        """Write the sum of two partial results, in this order, into ``out``, which is neither."""
-        if self.op == "max":
-            np.maximum(first, second, out=out)
-        else:
-            with np.errstate(invalid="ignore", over="ignore"):
-                np.add(first, second, out=out)
+        """Write the sum of two partial results, in this order, into ``out``."""
+        # Inf - Inf is the caller's affair, and arrives as NaN on every rank.
+        with np.errstate(invalid="ignore", over="ignore"):
+            (np.maximum if self.op == "max" else np.add)(first, second, out=out)
 
     def complete(self, partial: Any, x: Any, out: Any) -> None:
         """Do the last :meth:`combine`, and :meth:`finish`; ``out`` may be ``x``."""
@@ -100,10 +84,9 @@ class Reduction:
             self.combine(partial, x)
             self.finish(partial, out)
             return
-        with np.errstate(invalid="ignore", over="ignore"):
-            (np.maximum if self.op == "max" else np.add)(partial, x, out=out)
-            if self.op == "mean":
-                np.divide(out, self.size, out=out)
+        self.add(partial, x, out)
+        if self.op == "mean":
+            np.divide(out, self.size, out=out)
 
     def finish(self, partial: Any, out: Any) -> None:
         """Write partial results over all ranks into ``out``, as the result."""
@@ -113,14 +96,6 @@ class Reduction:
             halves.narrow(partial, out, threads=1)
         else:
             out[:] = partial
-
-    @property
-    def _narrow(self) -> np.dtype:
-        return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
-
-    @property
-    def _wide(self) -> np.dtype:
-        return np.dtype("float32") if self.widens else self._narrow
 
 
 class DeviceReduction(Reduction):
@@ -134,15 +109,15 @@ class DeviceReduction(Reduction):
     def combine(self, partial: Any, x: Any) -> None:
         self.merge(partial, x)
 
-    def _new(self, n: int) -> Any:
-        return self._like.new_empty(n, dtype=self._torch.float32 if self.widens else None)
+    def _dtype(self, wide: bool) -> Any:
+        return self._torch.float32 if wide and self.widens else self._like.dtype
+
+    def _new(self, n: int, dtype: Any) -> Any:
+        return self._like.new_empty(n, dtype=dtype)
 
     def complete(self, partial: Any, x: Any, out: Any) -> None:
         self.combine(partial, x)
         self.finish(partial, out)
-
-    def _new_of_dtype(self, n: int) -> Any:
-        return self._like.new_empty(n)
 
     def widen(self, x: Any, out: Any) -> None:
         out.copy_(x)

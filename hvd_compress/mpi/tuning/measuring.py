@@ -12,11 +12,13 @@ from mpi4py import MPI
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import add_up
 from hvd_compress.mpi.dense import ALGORITHMS as DENSE
+from hvd_compress.mpi.dense.payloads import gather
 from hvd_compress.mpi.dense.running import CHUNK, run
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.sparse.running import reduce
 from hvd_compress.mpi.transport.communicator import Communicator, others
-from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.transport.point_to_point import exchange
+from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.tuning.cost_model import SPARSITY, CostModel, Points
 from hvd_compress.wire import decode_sparse, encode_sparse
 
@@ -107,13 +109,11 @@ def _exchange(
 ) -> Algorithm:
     """Send ``size`` bytes to each rank, and receive as many from each; ``rows`` are the buffers to
     receive in, and the last one is sent."""
-    channel = comm.channel()
     to, sources = pattern
     if rows is None:
         rows = np.zeros((len(sources) + 1, size), np.uint8)
-    messages = [channel.receive(row, peer) for row, peer in zip(rows, sources, strict=False)]
-    messages += [channel.send(rows[-1], peer) for peer in to]
-    yield Wait(messages, "measuring")
+    buffers = dict(zip(sources, rows, strict=False))
+    return exchange(comm.channel(), dict.fromkeys(to, rows[-1]), buffers, "measuring")
 
 
 def _points(comm: Communicator, repeats: int) -> dict[str, Points]:
@@ -181,24 +181,14 @@ def _timed(
 
 
 def _barrier(comm: Communicator) -> Algorithm:
-    peers = others(comm.rank, comm.size)
-    return _exchange(comm, (peers, peers), 0)
+    return gather(comm.channel(), np.empty(0, np.uint8), equal_sizes=True)
 
 
 def _slowest(comm: Communicator, mine: Sequence[float] | np.ndarray) -> list[float]:
     """Return, of every number, the largest of all ranks."""
-    everyones = np.empty((comm.size, len(mine)))
-    everyones[comm.rank] = mine
-    comm.run("comparing measurements", _share(comm, everyones))
-    return everyones.max(axis=0).tolist()
-
-
-def _share(comm: Communicator, rows: np.ndarray) -> Algorithm:
-    channel = comm.channel()
-    peers = others(comm.rank, comm.size)
-    messages = [channel.receive(rows[peer], peer) for peer in peers]
-    messages += [channel.send(rows[comm.rank], peer) for peer in peers]
-    yield Wait(messages, "comparing measurements")
+    row = np.asarray(mine, np.float64).view(np.uint8)
+    (rows,) = comm.run("comparing measurements", gather(comm.channel(), row, equal_sizes=True))
+    return np.max([each.view(np.float64) for each in rows], axis=0).tolist()
 
 
 def _median(call: Callable[[], object]) -> float:
