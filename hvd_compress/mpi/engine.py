@@ -9,6 +9,8 @@ lockstep world, bit for bit.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 from collections.abc import Callable, Generator
 from typing import Any
@@ -53,8 +55,8 @@ class MpiEngine(Comparing):
     ) -> None:
         self.comm = Communicator.of(comm).duplicate("a new optimizer, reducer or engine")
         self.predivide = predivide
-        self._agreement: _InFlight | None = None
-        self._in_flight: dict[str, _InFlight] = {}
+        self._agreement: Work | None = None
+        self._in_flight: dict[str, Work] = {}
         self._started = 0  # exchanges ever
         self._polled = 0.0  # when
 
@@ -97,13 +99,13 @@ class MpiEngine(Comparing):
         wait_for(self.comm, list(self._in_flight.values()))
         done, self._in_flight = self._in_flight, {}
         self._raise_late()
-        return {name: each.result for name, each in done.items()}
+        return {name: each.results[0] for name, each in done.items()}
 
     def _bring_in_agreement(self) -> None:
         comparison, self._agreement = self._agreement, None
         if comparison is not None:
             wait_for(self.comm, [comparison])
-            self._note(comparison.result)
+            self._note(comparison.results[0])
 
     def abandon(self) -> None:
         """Discard everything in flight.  Other ranks may go on with the step, and their messages
@@ -120,7 +122,7 @@ class MpiEngine(Comparing):
         """Free the duplicate of the communicator; this is a collective."""
         self.comm.free()
 
-    def _launch(self, name: str, exchange: Generator[Any, Any, Any]) -> _InFlight:
+    def _launch(self, name: str, exchange: Generator[Any, Any, Any]) -> Work:
         # Tags are used again after a while: whoever had them must be done by then.
         generations = self.comm.tags // 2 // _TAGS
         under_way = [*([self._agreement] if self._agreement else []), *self._in_flight.values()]
@@ -128,63 +130,22 @@ class MpiEngine(Comparing):
             wait_for(self.comm, under_way[: len(under_way) - generations + 1])
         tag = self.comm.tags // 2 + self._started % generations * _TAGS
         self._started += 1
-        return _InFlight(self, name, exchange, tag)
+        # As a work it moves, and reports damage, whatever is waited for.
+        return Work(self.comm, "exchange of gradients", [self._rounds(name, exchange, tag)])
 
-
-class _InFlight:
-    """An exchange, one round after the other."""
-
-    call = "exchange of gradients"
-
-    def __init__(
-        self, engine: MpiEngine, name: str, exchange: Generator[Any, Any, Any], tag: int
-    ) -> None:
-        self.comm, self._predivide = engine.comm, engine.predivide
-        self.result: Any = None
-        self._name, self._exchange = name, exchange
-        self._tag, self._round = tag, 0
-        self._work: Work | None = None
-        self._reply: Callable[[], Any] = lambda: None
-        self._advance()
-        if not self.is_over:  # so it moves, and reports damage, whatever is waited for
-            self.comm.under_way.add(self)
-
-    @property
-    def is_over(self) -> bool:
-        return self._work is None
-
-    @property
-    def is_bulk(self) -> bool:
-        return self._work is None or self._work.is_bulk
-
-    @property
-    def awaited(self) -> set[int]:
-        return set() if self._work is None else self._work.awaited
-
-    def describe(self) -> str:
-        what = "waits for nothing" if self._work is None else self._work.describe()
-        return f"{what}, with {self._name}"
-
-    def poll(self) -> bool:
-        moved = self._work is not None and self._work.poll()
-        while self._work is not None and self._work.is_over:
-            moved = True
-            self._advance()
-        if self.is_over:
-            self.comm.under_way.discard(self)
-        return moved
-
-    def close(self) -> None:
-        """End the exchange where it is."""
-        self._exchange.close()
-
-    def _advance(self) -> None:
-        """Send the reply of a round into the exchange, and submit the next round."""
-        try:
-            request = self._exchange.send(self._reply())
-        except StopIteration as stop:
-            self._work, self.result = None, stop.value
-            return
-        tag = self._tag + self._round % (_TAGS // _ROUND) * _ROUND
-        self._round += 1
-        self._work, self._reply = carry(request, self.comm, tag, self._predivide)
+    def _rounds(
+        self, name: str, exchange: Generator[Any, Any, Any], tag: int
+    ) -> Generator[Any, None, Any]:
+        """Carry out the rounds of an exchange one after the other, and return its result."""
+        with contextlib.closing(exchange):
+            try:
+                request = next(exchange)
+                for number in itertools.count():
+                    at = tag + number % (_TAGS // _ROUND) * _ROUND
+                    work, reply = carry(request, self.comm, at, self.predivide)
+                    work.note = f", with {name}"
+                    if not work.is_over:
+                        yield work
+                    request = exchange.send(reply())
+            except StopIteration as stop:
+                return stop.value

@@ -473,4 +473,4 @@ def _leave() -> None:
         time.sleep(min(5.0 if is_broken else 1.0, shortest))
         os._exit(1)
     if not MPI.Is_finalized():
-        notes.leave_for_good(unfreed)
+        notes.leave(unfreed, notes.ENDED)

@@ -22,7 +22,7 @@ from hvd_compress.mpi.transport.handles import Handles, tags, unfreed
 #: counted from the end of a communicator's tags, behind those of roll calls
 _TAG = 2
 _BYTES = 200
-_ENDED, _GAVE_UP = "has ended its program", "has given up"
+ENDED, GAVE_UP = "has ended its program", "has given up"
 
 
 def leave(places: Iterable[Handles], text: str) -> None:
@@ -37,19 +37,9 @@ def leave(places: Iterable[Handles], text: str) -> None:
                 place.kept.append(send)  # which has the note
 
 
-def leave_for_good(places: Iterable[Handles]) -> None:
-    """Tell all ranks of these communicators that this program ends."""
-    leave(places, _ENDED)
-
-
-def leave_elsewhere(comm: Any, call: object) -> None:
-    """Tell whoever may wait on other communicators that this rank waits on this one."""
-    leave([each for each in unfreed if each is not comm.handles], f"waits in {call}")
-
-
-def take_back(comm: Any) -> None:
-    """Tell those whom :func:`leave_elsewhere` has told that this rank waits there no more."""
-    leave([each for each in unfreed if each is not comm.handles], "")
+def leave_elsewhere(comm: Any, text: str) -> None:
+    """Tell whoever may wait on other communicators, while this rank waits on this one."""
+    leave([each for each in unfreed if each is not comm.handles], text)
 
 
 def read(comm: Any) -> dict[int, str]:
@@ -72,11 +62,6 @@ def told(comm: Any) -> str:
     return f". But {', '.join(said)}: {UNEVEN}" if said else ""
 
 
-def leave_given_up(comm: Any) -> None:
-    """Tell the others of this communicator that this rank goes on no more, since one has ended."""
-    leave([comm.handles], _GAVE_UP)
-
-
 def ended(comm: Any) -> set[int]:
     """Return the ranks from which nothing will come any more."""
-    return {rank for rank, note in read(comm).items() if note in (_ENDED, _GAVE_UP)}
+    return {rank for rank, note in read(comm).items() if note in (ENDED, GAVE_UP)}

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -72,7 +72,7 @@ class Wait:
         roll: who takes part in one of MPI's own collectives.
     """
 
-    __slots__ = ("is_bulk", "messages", "phase", "requests", "roll", "statuses", "step")
+    __slots__ = ("is_bulk", "is_over", "messages", "phase", "requests", "roll", "statuses", "step")
 
     def __init__(
         self,
@@ -88,27 +88,25 @@ class Wait:
         self.requests = [request for message in messages for request in message.requests]
         self.statuses = [MPI.Status() for _ in self.requests]
         self.is_bulk = any(message.size > _BULK for message in messages)
+        self.is_over = False
 
-    def is_over(self) -> bool:
-        """Make progress, and return whether all messages are complete."""
+    def poll(self) -> bool:
+        """Make progress, and return whether all messages are complete.
+
+        Raises:
+            MismatchError: a message had another size.
+        """
         try:
             if not MPI.Request.Testall(self.requests, self.statuses):
                 return False
         except MPI.Exception as error:
-            self.end(error)
-        self.end()
-        return True
-
-    def end(self, error: MPI.Exception | None = None) -> None:
-        """Raise if MPI said ``error``, or if a message had another size, by the statuses."""
-        if error is not None:
             bad = {
                 peer
                 for peer, _, status in self._arrived()
                 if MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE
             }
             if not bad:
-                raise error
+                raise
             raise MismatchError(
                 f"{_ranks(sorted(bad))} sent more than was expected in {self.phase}: {_DIFFER}"
             ) from error
@@ -118,6 +116,8 @@ class Wait:
                     f"rank {peer} sent {status.Get_count(MPI.BYTE)} bytes where {size} were "
                     f"expected in {self.phase}: {_DIFFER}"
                 )
+        self.is_over = True
+        return True
 
     def _arrived(self) -> Iterator[tuple[int, int, Any]]:
         """Yield (rank, bytes expected, status) of the pieces that come in."""
@@ -213,7 +213,15 @@ class Work:
         call: what the user called; its text is made for messages only.
         algorithms: started in this order, which must be the same on all ranks.
         depth: so many at once: while one adds, messages of the others are on the wire.
+
+    An algorithm may yield another work instead of a :class:`Wait`.
+
+    Attributes:
+        results: by algorithm, what it has returned.
+        note: the end of the description.
     """
+
+    note = ""
 
     def __init__(
         self, comm: Any, call: object, algorithms: Iterable[Algorithm], depth: int = 1
@@ -221,7 +229,7 @@ class Work:
         self.comm, self.call, self._depth = comm, call, depth
         self.results: list[Any] = []
         self._waiting: Iterator[tuple[int, Algorithm]] = enumerate(algorithms)
-        self._active: list[tuple[int, Algorithm, Wait]] = []
+        self._active: list[tuple[int, Algorithm, Wait | Work]] = []
         self._fill()
         if self._active:
             comm.under_way.add(self)
@@ -248,7 +256,8 @@ class Work:
         for entry in list(self._active):
             number, algorithm, wait = entry
             try:
-                if wait.is_over():
+                progress |= wait.poll()
+                if wait.is_over:
                     progress = True
                     self._active.remove(entry)
                     self._advance(number, algorithm)
@@ -285,27 +294,13 @@ class Work:
         return set[int]().union(*(wait.awaited for _, _, wait in self._active))
 
     def describe(self) -> str:
-        return self._active[0][2].describe() if self._active else "waits for nothing"
+        what = self._active[0][2].describe() if self._active else "waits for nothing"
+        return what + self.note
 
-
-class Job(Protocol):
-    """A thing that can be driven: a :class:`Work`, or several in a row."""
-
-    @property
-    def call(self) -> object: ...
-
-    def poll(self) -> bool: ...
-
-    @property
-    def is_over(self) -> bool: ...
-
-    @property
-    def is_bulk(self) -> bool: ...
-
-    @property
-    def awaited(self) -> set[int]: ...
-
-    def describe(self) -> str: ...
+    def close(self) -> None:
+        """End the algorithms where they are."""
+        for _, algorithm, _ in self._active:
+            algorithm.close()
 
 
 def complete(comm: Any, request: Any, what: str, call: Callable[[], object]) -> None:
@@ -343,10 +338,12 @@ def _one(wait: Wait) -> Algorithm:
     yield wait
 
 
-def wait_for(comm: Any, works: Sequence[Job]) -> None:
+def wait_for(comm: Any, works: Sequence[Work]) -> None:
     """Drive several jobs to their end, whichever moves first."""
     try:
-        _drive(comm, works)
+        while open_works := [work for work in works if not work.is_over]:
+            if not _poll(open_works):
+                _linger(comm, open_works)
     except CompressionError:
         raise
     except BaseException as error:  # Ctrl-C: MPI goes on writing to the buffers of these
@@ -354,13 +351,7 @@ def wait_for(comm: Any, works: Sequence[Job]) -> None:
         raise
 
 
-def _drive(comm: Any, works: Sequence[Job]) -> None:
-    while open_works := [work for work in works if not work.is_over]:
-        if not _poll(open_works):
-            _linger(comm, open_works)
-
-
-def _poll(works: Sequence[Job]) -> bool:
+def _poll(works: Sequence[Work]) -> bool:
     """Make progress with all of them, not until the first, and return whether there was any."""
     moved = False
     for work in works:
@@ -368,7 +359,7 @@ def _poll(works: Sequence[Job]) -> bool:
     return moved
 
 
-def _linger(comm: Any, works: Sequence[Job]) -> None:
+def _linger(comm: Any, works: Sequence[Work]) -> None:
     """Wait until one of the jobs has moved."""
     is_bulk = all(work.is_bulk for work in works)
     if not is_bulk and len(comm.under_way) <= len(works):
@@ -394,13 +385,13 @@ def _linger(comm: Any, works: Sequence[Job]) -> None:
             _give_up(comm, works)
         if idle > comm.patience and not warned:
             warned = True
-            notes.leave_elsewhere(comm, works[0].call)
+            notes.leave_elsewhere(comm, f"waits in {works[0].call}")
             logger.warning("%s", _report(comm, works[0], comm.patience))
     if warned:
-        notes.take_back(comm)
+        notes.leave_elsewhere(comm, "")
 
 
-def _waits_in_vain(comm: Any, works: Sequence[Job]) -> bool:
+def _waits_in_vain(comm: Any, works: Sequence[Work]) -> bool:
     """Return whether the program of a rank has ended from which messages are to come; of MPI's own
     collectives, for whose end ranks may be needed no more, whether all others have."""
     if not (ended := notes.ended(comm)):
@@ -408,24 +399,25 @@ def _waits_in_vain(comm: Any, works: Sequence[Job]) -> bool:
     return len(ended) == comm.size - 1 or any(ended & work.awaited for work in works)
 
 
-def _report(comm: Any, work: Job, seconds: float) -> str:
+def _report(comm: Any, work: Work, seconds: float) -> str:
     return (
         f"rank {comm.rank} of {comm.size} on {MPI.Get_processor_name()}: nothing has moved for "
         f"{seconds:g} s in {work.call}; {work.describe()}"
     )
 
 
-def _end(comm: Any, works: Sequence[Job]) -> None:
+def _end(comm: Any, works: Sequence[Work]) -> None:
     message = (
         f"rank {comm.rank} of {comm.size} cannot go on in {works[0].call}; "
         f"{works[0].describe()}{notes.told(comm)}"
     )
-    notes.leave_given_up(comm)  # some wait for this rank, and not for the one that has ended
+    # Some wait for this rank, and not for the one that has ended.
+    notes.leave([comm.handles], notes.GAVE_UP)
     comm.give_up(message, works)
     raise MismatchError(message)
 
 
-def _give_up(comm: Any, works: Sequence[Job]) -> None:
+def _give_up(comm: Any, works: Sequence[Work]) -> None:
     message = (
         f"{_report(comm, works[0], comm.timeout)}{notes.told(comm)}. That rank or the network to "
         "it is down or very slow, or it waits elsewhere: look for its own message; or its arrays "
