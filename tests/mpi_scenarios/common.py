@@ -16,6 +16,8 @@ from hvd_compress.mpi.dense.halving_doubling import FOLD
 
 world = MPI.COMM_WORLD
 FLOATS = ("float16", "float32", "float64")
+#: ranks of a node: even and uneven nodes, a last one with fewer ranks; one node of few ranks
+LAYOUTS = (2, 3, (world.size + 1) // 2, max(1, world.size - 1))
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
@@ -46,6 +48,10 @@ def dense_algorithms() -> Iterator[tuple[str, Callable[..., Any]]]:
         by_name = functools.partial(mpi.allreduce, algorithm=name)
         yield name, getattr(mpi, f"{name}_allreduce", by_name)
     yield FOLD.name, functools.partial(mpi.halving_doubling_allreduce, remainder="fold")
+    for ranks_per_node, across in zip(LAYOUTS, ("direct", "ring", "mpi", FOLD.name), strict=True):
+        options = {"algorithm": across, "ranks_per_node": ranks_per_node}
+        by_nodes = functools.partial(mpi.hierarchical_allreduce, **options)
+        yield f"{across} across nodes of {ranks_per_node}", by_nodes
 
 
 def raises(error: type[BaseException], *words: str) -> Any:

@@ -62,7 +62,7 @@ def nan_has_the_same_bits_everywhere() -> None:
     """Each rank brings a NaN of its own, and partners see two of them.  Which one is left when MPI
     adds up is up to MPI, and under MPICH to the rank."""
     for name, allreduce in dense_algorithms():
-        if name == "mpi":
+        if "mpi" in name:
             continue
         for op in ("sum", "max"):
             x = np.full(SIZES[-1], 0x7FC00001 + world.rank, np.uint32).view(np.float32)
@@ -147,6 +147,8 @@ def each_rank_sends_what_the_formula_says() -> None:
     comm = mpi.Communicator(world, checks=0)
     p, n = world.size, 64 * world.size
     for name, allreduce in dense_algorithms():
+        if "across nodes" in name:  # see hierarchical.py
+            continue
         before = comm.bytes_sent
         allreduce(np.ones(n, np.float32), comm=comm)
         sent = comm.bytes_sent - before
