@@ -69,10 +69,10 @@ def _reduce(
 ) -> Carried:
     xp, array, dtype = backend_of(request.array), request.array, request.wire_dtype
     if isinstance(request, Sum):
-        op, algorithm = "sum", request.algorithm or "direct"
+        op, name = "sum", request.algorithm or "direct"
         scale, owned = predivide, request.owned
     else:
-        op, algorithm, scale, owned = "max", "direct", 1.0, False
+        op, name, scale, owned = "max", "direct", 1.0, False
     # Rounding is left to the blocks on their way, which are in the cache, while others are sent.
     is_rounded_late = (
         dtype in HALVES
@@ -84,8 +84,18 @@ def _reduce(
     sent = array if scale == 1 else xp.divided(xp.round_to(array, dtype), scale)
     own, is_ours = _on_wire(sent, sent_from)
     total = own if owned or is_ours or sent is not array else np.empty_like(own)
-    flat = Flat(own, dtype, own.shape, lambda done: done)
-    work = _allreduce(algorithm, flat, total, op, comm, channel)
+
+    check_choice("algorithm", name, SUMS)
+    nbytes = len(own) * itemsize(dtype)
+    if name == "hierarchical" and not (nodes := nodes_of(comm)).is_flat:
+        algorithm = hierarchical(nodes, ALGORITHMS["direct"])
+    elif name in ("auto", "hierarchical"):
+        algorithm = ALGORITHMS[model_of(comm).fastest(nbytes, dtype, among=DENSE)]
+    else:
+        algorithm = ALGORITHMS[name]
+    chunk = max(CHUNK, -(-nbytes // (algorithm.pieces(comm.size) * _BLOCKS)))
+    call, flat = f"{op} of gradients", Flat(own, dtype, own.shape, lambda done: done)
+    work = start(comm, call, algorithm, flat, total, op, chunk=chunk, channel=channel)
 
     def reply() -> Any:
         result = from_bfloat16(total) if sent_from == "bfloat16" else total
@@ -94,27 +104,6 @@ def _reduce(
         return summed * scale if scale != 1 else summed
 
     return work, reply
-
-
-def _allreduce(
-    name: str,
-    flat: Flat,
-    out: np.ndarray,
-    op: str,
-    comm: Communicator,
-    channel: Callable[[], Channel],
-) -> Work:
-    """Start an allreduce into ``out``."""
-    check_choice("algorithm", name, SUMS)
-    nbytes = len(flat.array) * itemsize(flat.dtype)
-    if name == "hierarchical" and not (nodes := nodes_of(comm)).is_flat:
-        algorithm = hierarchical(nodes, ALGORITHMS["direct"])
-    elif name in ("auto", "hierarchical"):
-        algorithm = ALGORITHMS[model_of(comm).fastest(nbytes, flat.dtype, among=DENSE)]
-    else:
-        algorithm = ALGORITHMS[name]
-    chunk = max(CHUNK, -(-nbytes // (algorithm.pieces(comm.size) * _BLOCKS)))
-    return start(comm, f"{op} of gradients", algorithm, flat, out, op, chunk=chunk, channel=channel)
 
 
 def _sparse_sum(

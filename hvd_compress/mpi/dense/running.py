@@ -114,19 +114,31 @@ class Call(NamedTuple):
 
 
 def _target_of(out: Any, x: Any, flat: Flat) -> Flat:
-    """Return the array that the result is made in; ``flat`` is ``x`` flat.
+    """Return the array that the result is made in, ``out`` itself if that is possible; ``flat`` is
+    ``x`` flat.
 
     Raises:
-        ConfigError: ``out`` cannot be written, or differs from ``x`` in shape or dtype.
+        ConfigError: ``out`` cannot be written, or differs from ``x`` in shape, dtype or device.
     """
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ConfigError("out is read-only: pass an array that can be written, or out=None")
-    target = flat if out is x else _target(out, flat)
-    if target is not flat and _overlap(target.array, flat.array):
-        # A view of the whole of x is x.
-        is_x = is_same(target.array, flat.array)
-        target = flat if is_x else _target(None, flat)
-    return target
+    if out is x:
+        return flat
+    if out is not None:
+        target, is_host = flatten(out), isinstance(flat.array, np.ndarray)
+        if isinstance(target.array, np.ndarray) != is_host:
+            raise ConfigError("out and x must be on the same device")
+        if (target.dtype, target.shape) != (flat.dtype, flat.shape):
+            raise ConfigError(
+                f"out is {describe(target)} and x is {describe(flat)}: they must be alike"
+            )
+        if _is_same(target.array, flat.array):  # a view of the whole of x is x
+            return flat
+        if not (is_host and np.may_share_memory(target.array, flat.array)):
+            return target
+    array = flat.array
+    fresh = np.empty_like(array) if isinstance(array, np.ndarray) else array.new_empty(len(array))
+    return flat._replace(array=fresh)
 
 
 def start(
@@ -185,35 +197,11 @@ def _rounded(
     reduction.give_back(half)
 
 
-def _target(out: Any, like: Flat) -> Flat:
-    """Return the array that the result is made in: ``out`` itself where that is possible."""
-    if out is None:
-        array = like.array
-        fresh = (
-            np.empty_like(array) if isinstance(array, np.ndarray) else array.new_empty(len(array))
-        )
-        return like._replace(array=fresh)
-    target = flatten(out)
-    if isinstance(target.array, np.ndarray) != isinstance(like.array, np.ndarray):
-        raise ConfigError("out and x must be on the same device")
-    if (target.dtype, target.shape) != (like.dtype, like.shape):
-        raise ConfigError(
-            f"out is {describe(target)} and x is {describe(like)}: they must be alike"
-        )
-    return target
-
-
-def is_same(x: Any, y: Any) -> bool:
+def _is_same(x: Any, y: Any) -> bool:
     """Return whether flat arrays are the same memory."""
     if isinstance(x, np.ndarray):
         return isinstance(y, np.ndarray) and len(x) > 0 and x.ctypes.data == y.ctypes.data
     return x.data_ptr() == y.data_ptr()
-
-
-def _overlap(x: Any, y: Any) -> bool:
-    if isinstance(x, np.ndarray):
-        return isinstance(y, np.ndarray) and np.may_share_memory(x, y)
-    return is_same(x, y)
 
 
 def _assign(out: Any, done: Any) -> Any:
@@ -221,6 +209,6 @@ def _assign(out: Any, done: Any) -> Any:
     if isinstance(out, np.ndarray):
         if not np.may_share_memory(out, done):
             out[...] = done
-    elif not is_same(out, done):
+    elif not _is_same(out, done):
         out.detach().copy_(done)
     return out

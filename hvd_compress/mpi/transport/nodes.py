@@ -7,7 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hvd_compress.errors import ConfigError, MismatchError
+from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import Algorithm, Message
 
@@ -122,10 +122,7 @@ def nodes_of(comm: Communicator, ranks_per_node: int | None = None) -> Nodes:
 
 def _leaders(comm: Communicator, ranks_per_node: int | None) -> list[int]:
     # MPI's own collectives, below, have no time-out: first make sure that everyone is here.
-    what = f"ranks_per_node={ranks_per_node}"
-    calls = comm.run("finding the nodes", comm._compare(what))[0]
-    if len(set(calls)) > 1:
-        raise MismatchError(f"the ranks differ: {', '.join(sorted(set(calls)))}")
+    comm.agree(f"ranks_per_node={ranks_per_node}", always=True)
     if ranks_per_node is not None:
         return [rank // ranks_per_node * ranks_per_node for rank in range(comm.size)]
     shared = comm.mpi.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
