@@ -71,16 +71,6 @@ def nan_has_the_same_bits_everywhere() -> None:
             assert_same_everywhere(got)
 
 
-def direct_adds_in_rank_order() -> None:
-    for dtype in ("float32", "float64"):
-        everyones = arrays(3001, dtype)
-        total = everyones[0].copy()
-        for x in everyones[1:]:
-            total += x
-        got = mpi.direct_allreduce(everyones[world.rank], chunk=CHUNK)
-        assert got.tobytes() == total.tobytes()
-
-
 def in_place_and_into_another_array() -> None:
     for _, allreduce in dense_algorithms():
         for dtype in ("float32", "float16", "int32"):

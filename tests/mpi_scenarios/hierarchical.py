@@ -1,5 +1,5 @@
-"""Hierarchical sums, on nodes that are made up and on those that there are: what dense.py does not
-ask of every allreduce."""
+"""Hierarchical sums, on nodes that are made up and on those that there are: what dense.py and
+sparse.py do not ask of every allreduce."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from mpi4py import MPI
 from hvd_compress import Sparse, mpi
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.transport import nodes
 from tests.mpi_scenarios.common import LAYOUTS, array, arrays, assert_same_everywhere, raises, world
 
 P = world.size
 CHUNK = 256  # bytes: several blocks, the last one not full
-
-
-def _sparse(rank: int, n: int, k: int, dtype: str) -> Sparse:
-    generator = np.random.default_rng([rank, n, k])
-    indices = np.sort(generator.choice(n, k, replace=False))
-    return Sparse(indices, generator.integers(1, 9, k).astype(dtype))
 
 
 def _round_robin(comm: mpi.Communicator, number: int) -> None:
@@ -124,49 +117,6 @@ def parts_are_made_once_and_freed_with_the_whole() -> None:
     assert found.inside is None or found.inside.mpi == MPI.COMM_NULL
 
 
-def sparse_sums_are_exact_on_every_layout() -> None:
-    """Integers, so that no order of additions matters."""
-    for ranks_per_node in sorted(set(LAYOUTS)):
-        for algorithm in [*SPARSE] + ["auto"] * (ranks_per_node == 2):
-            for n, k, dtype in ((2, 1, "float32"), (501, 20, "float32"), (501, 400, "float16")):
-                everyones = [_sparse(rank, n, k, dtype) for rank in range(P)]
-                want = np.zeros(n)
-                for brought in everyones:
-                    want[brought.indices] += brought.values
-                got = mpi.hierarchical_sparse_allreduce(
-                    everyones[world.rank],
-                    n,
-                    algorithm=algorithm,
-                    ranks_per_node=ranks_per_node,
-                    indices="packed" if k == 20 else "int32",
-                )
-                assert not got.dropped.indices.size
-                dense = got.dense(n)
-                assert dense.dtype == dtype
-                np.testing.assert_array_equal(dense, want)
-                total = got.total
-                assert_same_everywhere(*(total if isinstance(total, Sparse) else [total]))
-
-
-def sparse_means_halves_and_nan() -> None:
-    for ranks_per_node in (2, 3):
-        options = {"algorithm": "split_allgather", "ranks_per_node": ranks_per_node}
-        # In float16, 2048 + 1 is 2048, and P times 2048 may be too large.
-        one = Sparse(np.array([3]), np.array([2048], np.float16))
-        got = mpi.hierarchical_sparse_allreduce(one, 100, op="mean", **options)
-        np.testing.assert_array_equal(got.dense(100)[3], 2048)
-        small = Sparse(np.array([3]), np.array([1 if world.rank else 2048], np.float16))
-        got = mpi.hierarchical_sparse_allreduce(small, 100, **options)
-        np.testing.assert_array_equal(got.dense(100)[3], np.float16(2048 + P - 1))
-        mine = world.rank == P - 1
-        bad = Sparse(np.array([7, 9]), np.array([np.nan if mine else 1, 1], np.float32))
-        got = mpi.hierarchical_sparse_allreduce(bad, 100, **options)
-        assert np.isnan(got.dense(100)[7])
-        assert got.dense(100)[9] == P
-    with raises(ConfigError, "algorithm"):
-        mpi.hierarchical_sparse_allreduce(one, 100, algorithm="ring")
-
-
 def places_that_a_node_shares_cross_once() -> None:
     """Ranks that all choose the same k places: k go across, and not L k."""
     n, k = 10_000, 64
@@ -222,6 +172,8 @@ def refusals_name_the_way_out() -> None:
             mpi.hierarchical_allreduce(np.ones(3, np.int32), op="mean", **options)
         with raises(ConfigError, "out is", "alike"):
             mpi.hierarchical_allreduce(x, out=np.ones(4), **options)
+    with raises(ConfigError, "algorithm"):
+        mpi.hierarchical_sparse_allreduce(Sparse(np.arange(1), np.ones(1)), 9, algorithm="ring")
     if P > 1:
         comm = mpi.Communicator(world, timeout=20, checks=0)
         with raises(MismatchError, "ranks_per_node=2", "ranks_per_node=3"):

@@ -23,7 +23,7 @@ from hvd_compress.mpi.sparse import ALGORITHMS
 from hvd_compress.mpi.sparse import messages as sparse_messages
 from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.wire import encode_sparse, sparse_size
-from tests.mpi_scenarios.common import FLOATS, assert_same_everywhere, raises, world
+from tests.mpi_scenarios.common import FLOATS, LAYOUTS, assert_same_everywhere, raises, world
 from tests.scenarios import applies
 
 CODECS = ("int32", "packed")
@@ -78,10 +78,16 @@ def _assert_nothing_is_lost(
     assert (np.abs(got - exact) <= tolerance * magnitude).all()
 
 
-def _allreduces():
+def _allreduces(*, rounds: bool = False):
+    """Every sparse allreduce; ``rounds``: of those that take narrower values."""
     for codec in CODECS:
         for algorithm in ALGORITHMS:
             yield functools.partial(mpi.sparse_allreduce, algorithm=algorithm, indices=codec)
+        for ranks_per_node, across in (
+            () if rounds else zip(LAYOUTS, (*ALGORITHMS, "auto"), strict=True)
+        ):
+            options = {"algorithm": across, "ranks_per_node": ranks_per_node, "indices": codec}
+            yield functools.partial(mpi.hierarchical_sparse_allreduce, **options)
 
 
 # -- allgather ---------------------------------------------------------------------------------
@@ -238,7 +244,7 @@ def nan_and_inf_reach_every_rank() -> None:
             mine.values[[3, 9]] = np.nan, -np.inf
         culprit = world.bcast(mine.indices, P - 1)
         for options in ({}, {"values": "float16"}):
-            for allreduce in _allreduces():
+            for allreduce in _allreduces(rounds=bool(options)):
                 got = allreduce(mine, 100, **options)
                 dense = got.dense(100)
                 assert np.isnan(dense[culprit[3]])
@@ -257,7 +263,7 @@ def narrower_values_leave_the_rest_behind() -> None:
     for dtype, wire in (("float32", "float16"), ("float64", "float32"), ("float64", "float16")):
         brought = _vectors(n, 30, dtype)
         brought[-1].values[0] = 1e6  # beyond the range of float16
-        for number, allreduce in enumerate(_allreduces()):
+        for number, allreduce in enumerate(_allreduces(rounds=True)):
             op, scale = (("sum", 1), ("mean", P))[number % 2]
             result = allreduce(brought[RANK], n, op=op, values=wire)
             assert result.dense(n).dtype == dtype
@@ -354,7 +360,7 @@ def inputs_are_left_alone() -> None:
     mine, copy = vector(RANK, 100, 30), vector(RANK, 100, 30)
     for array in mine:
         array.flags.writeable = False
-    for allreduce in _allreduces():
+    for allreduce in _allreduces(rounds=True):
         result = allreduce(mine, 100, values="float16")
         result.dense(100)[:] = 7
         for array in _bits(result.total) + _bits(result.dropped):

@@ -89,7 +89,8 @@ def reduce(
 
     call = f"{function}({form}, {communicator.named(algorithm)}{nodes})"
     total, lost = run(communicator, call, start)
-    return reduced(form, total, [rounded_off, lost], like)
+    dropped = form.not_sent([rounded_off, lost])
+    return Reduced(give_back(form.present(total), like), give_back(dropped, like))
 
 
 def run(comm: Communicator, call: str, start: Callable[[], Algorithm]) -> Any:
@@ -103,9 +104,3 @@ def run(comm: Communicator, call: str, start: Callable[[], Algorithm]) -> Any:
     except PayloadError as error:
         comm.give_up(f"{call}: {error}", [])
         raise
-
-
-def reduced(form: Format, total: Vector, dropped: list[Sparse], like: Any) -> Reduced:
-    """Return the result in the form that the caller gets."""
-    rest = form.not_sent(dropped)
-    return Reduced(give_back(form.present(total), like), give_back(rest, like))
