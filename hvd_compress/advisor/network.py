@@ -117,3 +117,15 @@ def _bytes(kind: str, n: float, p: int, here: int) -> tuple[float, float]:
         return n * here * (p - here) / p, n * (here - 1) / p
     # A sum inside each host, one among the hosts, and the result handed out.
     return 2 * n * (hosts - 1) / hosts, 2 * n * (here - 1) / here
+
+
+def rate_text(bits: float) -> str:
+    """Return bits a second as a text such as "1.5 Gbit/s".
+
+    >>> rate_text(25e6)
+    '25 Mbit/s'
+    """
+    for scale, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s")):
+        if bits >= scale:
+            return f"{bits / scale:.3g} {unit}"
+    return f"{bits / 1e3:.3g} kbit/s"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import threading
 import time
 import warnings
@@ -20,14 +21,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_compress.advisor.shapes import MODELS, Shapes
+from hvd_compress.advisor.shapes import MODELS, Shapes, elements_of, sampled
 from hvd_compress.agreement import Terms
 from hvd_compress.base import Array
 from hvd_compress.engines.base import alone
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.errors import NeedsTuning
-from hvd_compress.methods import as_compressor
+from hvd_compress.kernels.low_rank import matrix_shape
+from hvd_compress.methods import PowerSGD, as_compressor
 from hvd_compress.reduce import Reducer
+from hvd_compress.reduce.buckets import BUCKET_BYTES
 
 #: models whose pieces are kept; others take minutes and gigabytes, and are measured when asked for
 KEPT = ("resnet50", "mobilenet_v2", "small_transformer", "ptb_lstm", "vgg16", "bert_base")
@@ -196,6 +199,32 @@ def measured(method: Any, shapes: Shapes, *, steps: int = 5, seed: int = 0) -> P
     return Piece(messages, max(of_two.buckets, 1), before, max(two - 2 * each, 0.0), each)
 
 
+def estimated(method: str, shapes: Shapes) -> Piece:
+    """Return what :func:`measured` returns for large models, in tenths of a second: the costs of a
+    sample of the tensors, scaled to all."""
+    sample, total = sampled(shapes), elements_of(shapes)
+    piece, factor = measured(method, sample, steps=2), total / max(elements_of(sample), 1)
+    buckets = max(piece.buckets, math.ceil(4 * total / BUCKET_BYTES))
+    messages = {
+        kind: Messages(
+            round(m.whole * factor),
+            round(m.shared * factor),
+            max(round(m.exchanges * buckets / piece.buckets), 1),
+        )
+        for kind, m in piece.messages.items()
+    }
+    if isinstance(power := as_compressor(method), PowerSGD):
+        # Two factors of a large matrix are a smaller part of it than those of a small one.
+        values = 0
+        for shape in shapes.values():
+            n, m = matrix_shape(shape)
+            whole = not power.compresses(shape)
+            values += n * m if whole else min(n, m, power.rank) * (n + m) // (1 + power.alternate)
+        messages["sum"] = messages["sum"]._replace(whole=4 * values, shared=0)
+    seconds = (factor * each for each in (piece.before, piece.after, piece.each))
+    return Piece(messages, buckets, *seconds)
+
+
 def _run(
     method: Any, shapes: Shapes, size: int, steps: int, seed: int
 ) -> tuple[float, float, _Engine]:
@@ -258,21 +287,14 @@ def keep(methods: Sequence[str], models: Sequence[str]) -> None:
     # Each in a process of its own: large arrays leave memory in pieces that others cannot use.
     for model, method in tqdm(todo, ncols=90):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            rows[model][method] = pool.submit(_row, model, method).result()
-        _FILE.write_text(_in_lines(rows))
-
-
-def _row(model: str, method: str) -> dict[str, Any]:
-    return to_json(measured(method, MODELS[model]()))
-
-
-def _in_lines(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """JSON with a line for each method, whose changes can be read."""
-    models = []
-    for model, of_methods in rows.items():
-        lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in of_methods.items()]
-        models.append(f" {json.dumps(model)}: {{\n" + ",\n".join(lines) + "\n }")
-    return "{\n" + ",\n".join(models) + "\n}\n"
+            piece = pool.submit(measured, method, MODELS[model]()).result()
+        rows[model][method] = to_json(piece)
+        # A line for each method, whose changes can be read.
+        models = []
+        for name, of_methods in rows.items():
+            lines = (f"  {json.dumps(m)}: {json.dumps(row)}" for m, row in of_methods.items())
+            models.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+        _FILE.write_text("{\n" + ",\n".join(models) + "\n}\n")
 
 
 def to_json(piece: Piece) -> dict[str, Any]:

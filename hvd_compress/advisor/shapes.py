@@ -8,9 +8,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 Shapes = dict[str, tuple[int, ...]]
+
+#: elements of a sample, on which a method takes some tenths of a second
+_ELEMENTS = 2**20
 
 
 def _norm(name: str, channels: int) -> Shapes:
@@ -182,3 +186,28 @@ MODELS: dict[str, Callable[[], Shapes]] = {
     "small_transformer": small_transformer,
     "ptb_lstm": ptb_lstm,
 }
+
+
+def elements_of(shapes: Shapes) -> int:
+    """Return the number of elements of all tensors."""
+    return sum(map(math.prod, shapes.values()))
+
+
+def sampled(shapes: Shapes, elements: int = _ELEMENTS) -> Shapes:
+    """Return about so many elements in tensors that stand for all: one in each stride by size, and
+    a part of the longest dimension if a tensor is more than an eighth of ``_ELEMENTS``."""
+    total = elements_of(shapes)
+    if total <= elements:
+        return dict(shapes)
+    by_size = sorted(shapes, key=lambda name: (math.prod(shapes[name]), name))
+    stride = min(total / elements, max(len(by_size) / 8, 1.0))
+    found: Shapes = {}
+    for i in range(math.ceil(len(by_size) / stride)):
+        # From the middle of each stride, so that neither small nor large ones have the advantage.
+        name = by_size[min(int((i + 0.5) * stride), len(by_size) - 1)]
+        shape, most = list(shapes[name]), _ELEMENTS // 8
+        if (size := math.prod(shape)) > most:
+            longest = shape.index(max(shape))
+            shape[longest] = max(int(shape[longest] * most / size), 1)
+        found[name] = tuple(shape)
+    return found

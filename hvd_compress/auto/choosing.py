@@ -5,15 +5,18 @@ from __future__ import annotations
 import collections
 import logging
 import math
+import statistics
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_compress.advisor import Candidate, Network, Piece, choose, is_bottleneck, seconds_of
-from hvd_compress.advisor.estimates import elements_of, estimated, sampled
-from hvd_compress.advisor.shapes import Shapes
-from hvd_compress.auto.meeting import longest, measured_network, middle, told
+from hvd_compress.advisor.network import rate_text
+from hvd_compress.advisor.pieces import estimated
+from hvd_compress.advisor.shapes import Shapes, elements_of, sampled
+from hvd_compress.auto.meeting import longest, measured_network, told
 from hvd_compress.auto.method import Auto, accuracy_of
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Sparse
@@ -28,7 +31,7 @@ log = logging.getLogger("hvd_compress")
 PHASES = ("measuring", "using")
 #: first steps that are not measured, since buckets are planned in them
 _UNEVEN = 2
-#: seconds in which candidates are measured; for those that are left, what is kept is scaled
+#: seconds after which no further candidate is measured
 _SECONDS = 3.0
 #: tensors whose elements are below this on the average (of their squares, but zeros) lose more than
 #: a 256th of themselves in fp16, which has multiples of 2^-24 there
@@ -74,8 +77,10 @@ class AutoChooser(Chooser):
         since, self._since = self._since, None
         shapes = {name: tuple(x.shape) for name, x in _dense(gradients).items()}
         alone = reducer.engine.size == 1
-        if since is None or alone or not elements_of(shapes) or not _is_finite(directions):
+        if since is None or alone or not elements_of(shapes):
             return
+        if not all(backend_of(x).all_finite(x) for x in _dense(directions).values()):
+            return  # on all ranks
         began, total = since
         self._samples.append((reducer.clock.now() - began, reducer.clock.times.total - total))
         if len(self._samples) == _UNEVEN + self.auto.steps:
@@ -91,13 +96,29 @@ class AutoChooser(Chooser):
         samples, self._samples = self._samples[_UNEVEN:], []
         like = next(x for name, x in gradients.items() if name in shapes)
         network = measured_network(reducer, like, reducer.clock.now)
-        own = [middle([whole - inside for whole, inside in samples])]
-        own.append(middle([inside for _, inside in samples]))
+        own = [statistics.median(whole - inside for whole, inside in samples)]
+        own.append(statistics.median(inside for _, inside in samples))
         backward, dense = map(longest, zip(*told(reducer, own, like), strict=True))
         choice = None
         if reducer.engine.rank == 0:
-            half, fits = _mostly_half(gradients), _fits_in_halves(directions, network.ranks)
-            candidates, notes = _candidates(self.auto, like, half, fits)
+            sizes = collections.Counter[bool]()
+            for x in _dense(gradients).values():
+                xp = backend_of(x)
+                sizes[xp.dtype(x) in ("float16", "bfloat16")] += xp.size(x)
+            half, notes = sizes[True] > sizes[False], []
+            without: tuple[str, ...] = ()
+            if half:
+                without = ("fp16", "bf16")
+            elif not _fits_in_halves(directions, network.ranks):
+                without = ("fp16",)
+                notes.append("gradients are too small or too large for fp16")
+            names = {c: as_compressor(c.method).name for c in self.auto.candidates}
+            candidates = [c for c, name in names.items() if name not in without]
+            if not str(getattr(like, "device", "cpu")).startswith("cpu"):
+                candidates = [c for c in candidates if c.accuracy == "exact"]
+                notes.insert(
+                    0, "the model knows no work on a GPU, so nothing but 16 bits was considered"
+                )
             try:
                 choice = decided(candidates, notes, shapes, network, backward, half)
             except Exception as error:  # the other ranks wait for what is said here
@@ -140,51 +161,29 @@ class AutoChooser(Chooser):
             raise refused(f"the method that was chosen is {chosen!r}: {error}") from None
         if found.method.is_chosen_later:
             raise refused(f"the method that was chosen is {chosen!r}")
-        if phase == "using":
-            found._facts = _checked(state)
+        if phase == "measuring":
+            return found
+        of = "the choice"
+        predicted = dict(entry(state, "predicted", Mapping, of=of))
+        figures = {
+            name: entry(state, name, (int, float), of=of)
+            for name in ("bandwidth", "latency", "backward", "dense")
+        }
+        for x in (*figures.values(), *predicted.values()):
+            if not is_number(x) or not math.isfinite(x) or x < 0:
+                raise refused(f"the choice has the figure {x!r}")
+        if not all(isinstance(name, str) for name in predicted):
+            raise refused("methods of the choice are no texts")
+        found._facts = {
+            "phase": phase,
+            "method": chosen,
+            "why": entry(state, "why", str, of=of),
+            "ranks": whole(state, "ranks"),
+            "hosts": whole(state, "hosts"),
+            **figures,
+            "predicted": predicted,
+        }
         return found
-
-
-def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
-    predicted = entry(state, "predicted", Mapping, of="the choice")
-    found = {name: entry(state, name, str, of="the choice") for name in ("phase", "method", "why")}
-    counts = {name: whole(state, name) for name in ("ranks", "hosts")}
-    figures = {
-        name: entry(state, name, (int, float), of="the choice")
-        for name in ("bandwidth", "latency", "backward", "dense")
-    }
-    for x in (*figures.values(), *predicted.values()):
-        if not is_number(x) or not math.isfinite(x) or x < 0:
-            raise refused(f"the choice has the figure {x!r}")
-    if not all(isinstance(name, str) for name in predicted):
-        raise refused("methods of the choice are no texts")
-    return {**found, **counts, **figures, "predicted": dict(predicted)}
-
-
-def _candidates(
-    auto: Auto, like: Array, half: bool, fits: bool
-) -> tuple[list[Candidate], list[str]]:
-    """Return the methods to choose from, and what is to be said of those that are left out.
-
-    Args:
-        like: a gradient.
-        half: gradients have 16 bits.
-        fits: gradients fit into fp16.
-    """
-    candidates, notes = list(auto.candidates), []
-    if not str(getattr(like, "device", "cpu")).startswith("cpu"):
-        candidates = [c for c in candidates if c.accuracy == "exact"]
-        notes.append("the model knows no work on a GPU, so nothing but 16 bits was considered")
-    if half:
-        candidates = [c for c in candidates if _name(c) not in ("fp16", "bf16")]
-    elif not fits:
-        candidates = [c for c in candidates if _name(c) != "fp16"]
-        notes.append("gradients are too small or too large for fp16")
-    return candidates, notes
-
-
-def _name(candidate: Candidate) -> str:
-    return as_compressor(candidate.method).name
 
 
 def decided(
@@ -214,39 +213,28 @@ def decided(
         elements_of(shapes) / 1e6,
         _SECONDS,
     )
-    pieces = estimated(methods, shapes, seconds=_SECONDS)
+    pieces: dict[str, Piece] = {}
+    end = time.perf_counter() + _SECONDS
+    for method in dict.fromkeys(("fp16", "none", *methods)):
+        if len(pieces) < 2 or time.perf_counter() < end:
+            pieces[method] = estimated(method, shapes)
     if half:
         pieces["none"] = pieces["fp16"]
     best = choose(pieces, network, backward, candidates=candidates)
     seconds = seconds_of(pieces, network, backward)
-    return best, "; ".join([_reason(best, pieces, network, backward, seconds), *notes]), seconds
-
-
-def _reason(
-    best: str,
-    pieces: Mapping[str, Piece],
-    network: Network,
-    backward: float,
-    seconds: Mapping[str, float],
-) -> str:
     hosts = network.hosts or network.ranks
     latency = network.latency if hosts > 1 else network.inner_latency
     where = (
-        f"{_rate(network.bandwidth)} and rounds of {_span(latency)} measured between "
+        f"{rate_text(network.bandwidth)} and rounds of {_span(latency)} measured between "
         f"{network.ranks} ranks on {hosts} host{'s' * (hosts > 1)}, {_span(backward)} of backward"
     )
     if accuracy_of(best) == "exact" and not is_bottleneck(pieces, network, backward):
-        return f"the network is not your bottleneck: {best} ({where})"
-    other = "none" if best == "fp16" else "fp16"
-    return (
-        f"{best}, {_span(seconds[best])} a step against {_span(seconds[other])} with {other} "
-        f"({where})"
-    )
-
-
-def _rate(bits: float) -> str:
-    scale, unit = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s")
-    return f"{bits / scale:.3g} {unit}"
+        why = f"the network is not your bottleneck: {best} ({where})"
+    else:
+        other = "none" if best == "fp16" else "fp16"
+        times = f"{_span(seconds[best])} a step against {_span(seconds[other])} with {other}"
+        why = f"{best}, {times} ({where})"
+    return best, "; ".join([why, *notes]), seconds
 
 
 def _span(seconds: float) -> str:
@@ -265,11 +253,6 @@ def _dense(arrays: Mapping[str, Array]) -> dict[str, Array]:
     }
 
 
-def _is_finite(directions: Mapping[str, Array]) -> bool:
-    """Return whether a step was finite, which is the same on all ranks."""
-    return all(bool(backend_of(x).all_finite(x)) for x in _dense(directions).values())
-
-
 def _fits_in_halves(directions: Mapping[str, Array], ranks: int) -> bool:
     """Return whether averages, and the sums that they are of, are in a range in which fp16 changes
     each tensor by less than a 256th."""
@@ -282,11 +265,3 @@ def _fits_in_halves(directions: Mapping[str, Array], ranks: int) -> bool:
         if average < _SMALL or values.max() * ranks > _LARGE / 4:
             return False
     return True
-
-
-def _mostly_half(gradients: Mapping[str, Array]) -> bool:
-    sizes = collections.Counter[bool]()
-    for x in _dense(gradients).values():
-        xp = backend_of(x)
-        sizes[xp.dtype(x) in ("float16", "bfloat16")] += xp.size(x)
-    return sizes[True] > sizes[False]

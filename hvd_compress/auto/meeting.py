@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -75,11 +74,6 @@ def measured_network(reducer: Reducer, like: Array, now: Callable[[], float]) ->
 def longest(seconds: Iterable[Any]) -> float:
     """Return the longest of the times that ranks have told, where clocks may be wrong."""
     return max((s for s in seconds if math.isfinite(s)), default=0.0)
-
-
-def middle(samples: Sequence[float]) -> float:
-    """Return the median, 0 of nothing."""
-    return statistics.median(samples) if samples else 0.0
 
 
 def _sum(reducer: Reducer, n: int, like: Array) -> None:

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from hvd_compress.advisor import (
     rows_of,
     step_of,
 )
+from hvd_compress.advisor.network import rate_text
 from hvd_compress.advisor.shapes import Shapes
 from hvd_compress.errors import ConfigError, SetupError
 
@@ -136,16 +137,12 @@ def pieces_of(model: str, fresh: bool) -> dict[str, Piece]:
     shapes = shapes_of(model)
     if model in KEPT and not fresh:
         return kept(model)
-    return {c.method: measured(c.method, shapes) for c in _shown(CANDIDATES)}
+    candidates: Iterable[Candidate] = CANDIDATES
+    if sys.stderr.isatty() and importlib.util.find_spec("tqdm"):
+        from tqdm import tqdm
 
-
-def _shown(candidates: Sequence[Candidate]) -> Iterable[Candidate]:
-    """The candidates, with a bar on a terminal."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        return candidates
-    from tqdm import tqdm
-
-    return tqdm(candidates, desc="measuring", ncols=80, leave=False)
+        candidates = tqdm(candidates, desc="measuring", ncols=80, leave=False)
+    return {c.method: measured(c.method, shapes) for c in candidates}
 
 
 def shapes_of(model: str) -> Shapes:
@@ -165,7 +162,13 @@ def shapes_of(model: str) -> Shapes:
     module, _, function = model.partition(":")
     sys.path.insert(0, here := str(Path.cwd()))  # as python -m has it
     try:
-        found = _function(model, module, function)()
+        try:
+            make = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"--model {model}: {error}; write module:function") from None
+        if not callable(make):
+            raise ConfigError(f"--model {model}: {function} is no function; write module:function")
+        found = make()  # whose own errors are the user's, too
     finally:
         if here in sys.path:
             sys.path.remove(here)
@@ -180,17 +183,6 @@ def shapes_of(model: str) -> Shapes:
             f"{type(found).__name__}"
         )
     return {str(name): _shape(model, name, x) for name, x in found.items()}
-
-
-def _function(model: str, module: str, function: str) -> Callable[[], Any]:
-    """Return a function of the user's, whose own errors are the user's, too."""
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--model {model}: {error}; write module:function") from None
-    if not callable(found):
-        raise ConfigError(f"--model {model}: {function} is no function; write module:function")
-    return found
 
 
 def _shape(model: str, name: Any, x: Any) -> tuple[int, ...]:
@@ -220,7 +212,7 @@ def _print(
     base = by_method["fp16"]["seconds"]
     hosts = f" on hosts: {network.hosts}" if network.hosts else ""
     print(
-        f"{model}, {network.ranks} ranks{hosts}, {_rate(network.bandwidth)}, rounds of "
+        f"{model}, {network.ranks} ranks{hosts}, {rate_text(network.bandwidth)}, rounds of "
         f"{1e6 * network.latency:.3g} us, {1000 * backward:g} ms of backward\n"
     )
     if matters:
@@ -257,38 +249,19 @@ def _print(
 
 def _print_rows(rows: Sequence[Mapping[str, Any]], base: float) -> None:
     for row in rows:
-        lost = _lost(row["lost_sgd"], "{:.2f}"), _lost(row["lost_adamw"], "{:.1f} %")
-        print(
-            f"{row['method']:<18} {_ms(row['seconds'])} {_times(base, row['seconds']):>8.2f}x"
-            f" {_ms(row['processor'])} {_ms(row['wire'])} {row['bytes']:>11,}"
-            f"  {_even(row):<12} {row['accuracy']:<8} {lost[0]:>5} {lost[1]:>6}"
+        seconds, sgd, adamw, pays = (
+            row[k] for k in ("seconds", "lost_sgd", "lost_adamw", "break_even")
         )
-
-
-def _lost(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _times(base: float, seconds: float) -> float:
-    """How many times as fast a step is; a single rank without backward takes no time at all."""
-    return base / seconds if seconds else 1.0
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:>7.1f} ms"
-
-
-def _rate(bits: float) -> str:
-    for scale, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s")):
-        if bits >= scale:
-            return f"{bits / scale:.3g} {unit}"
-    return f"{bits / 1e3:.3g} kbit/s"
-
-
-def _even(row: Mapping[str, Any]) -> str:
-    if (even := row["break_even"]) is None:
-        return "-"
-    return "always" if math.isinf(even) else _rate(even)
+        times = base / seconds if seconds else 1.0  # of one rank without backward
+        even = "-" if pays is None else "always" if math.isinf(pays) else rate_text(pays)
+        lost_sgd = "-" if sgd is None else f"{sgd:.2f}"
+        lost_adamw = "-" if adamw is None else f"{adamw:.1f} %"
+        milliseconds = (f"{1000 * row[key]:>7.1f} ms" for key in ("seconds", "processor", "wire"))
+        step, processor, wire = milliseconds
+        print(
+            f"{row['method']:<18} {step} {times:>8.2f}x {processor} {wire} {row['bytes']:>11,}"
+            f"  {even:<12} {row['accuracy']:<8} {lost_sgd:>5} {lost_adamw:>6}"
+        )
 
 
 def _draw(
@@ -325,7 +298,7 @@ def _draw(
     left.set(xscale="log", yscale="log", xlabel="Gbit/s", ylabel="a step, ms")
     left.set_title(f"{network.ranks} ranks")
     right.set(xscale="log", yscale="log", xlabel="ranks")
-    right.set_title(_rate(network.bandwidth))
+    right.set_title(rate_text(network.bandwidth))
     for axes in (left, right):
         axes.grid(alpha=0.3)
     right.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
