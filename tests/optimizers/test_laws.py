@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 import torch
+from torch.optim.lr_scheduler import ChainedScheduler, MultiStepLR
 
 import hvd_compress.tensorflow.keras as hvd_keras
 import hvd_compress.torch as hvd_torch
@@ -222,3 +224,41 @@ def test_first_steps_in_half_precision(row, options, expected, dtype, framework)
         moved = 300 - p.detach().float().numpy()
     close = 1.0 if dtype == "bfloat16" else 0.1
     np.testing.assert_allclose(moved, np.full((300, 300), expected), atol=close)
+
+
+def torch_rate(decay, steps, **options):
+    """The rate at each step, one after the other."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    warmup = hvd_torch.scaled_warmup(optimizer, steps=steps, **options)
+    schedule = ChainedScheduler([warmup, MultiStepLR(optimizer, decay)])
+    while True:
+        yield optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        schedule.step()
+
+
+def keras_rate(decay, steps, **options):
+    values = [0.1 / 10**i for i in range(len(decay) + 1)]
+    # That of Keras steps down behind its boundaries.
+    rate = keras.optimizers.schedules.PiecewiseConstantDecay([t - 1 for t in decay], values)
+    warmup = hvd_keras.ScaledWarmup(rate, steps=steps, **options)
+    return (float(warmup(t)) for t in itertools.count())
+
+
+@pytest.mark.parametrize("rates", [torch_rate, keras_rate])
+def test_scaled_warmup_is_goyals(rates):
+    options = {"batch_size": 8192, "reference_batch_size": 256}
+    for t, rate in zip(range(100), rates([30, 60], 20, **options), strict=False):
+        whole = 0.1 + 3.1 * min(t / 20, 1)
+        assert rate == pytest.approx(whole / 10 ** ((t >= 30) + (t >= 60)), rel=1e-5), t
+
+
+@pytest.mark.parametrize("rates", [torch_rate, keras_rate])
+@pytest.mark.parametrize(
+    ("batch", "scaling", "steps", "rate"),
+    [(16, "linear", 0, 0.4), (16, "sqrt", 0, 0.2), (2, "linear", 2, 0.05), (1, "sqrt", 9, 0.05)],
+)
+def test_warm_ups_without_steps_or_to_less(rates, batch, scaling, steps, rate):
+    options = {"batch_size": batch, "reference_batch_size": 4, "scaling": scaling}
+    found = itertools.islice(rates([99], steps, **options), 3)
+    assert [*found] == pytest.approx([rate] * 3)
