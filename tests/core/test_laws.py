@@ -43,7 +43,7 @@ def test_a_method_that_no_longer_encodes_is_noticed():
 def test_laws_in_numpy(row):
     # All shapes, and all dtypes; other numbers and shapes in each are among those drawn below.
     check_laws(row.method, sizes=(3,), dtypes=("float32",), **row.options)
-    check_laws(row.method, sizes=(1, 4), shapes=USUAL, **row.options)
+    check_laws(row.method, sizes=(1, 4), shapes=USUAL[1:], **row.options)
 
 
 @pytest.mark.full
@@ -54,7 +54,7 @@ def test_laws_in_numpy_for_all_dtypes_in_all_shapes(row):
 
 class Extent(NamedTuple):
     """Fewer steps than in NumPy, with which all results are compared: these shapes in float32, and
-    these dtypes in the usual shapes."""
+    these dtypes in one of them."""
 
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float64")
     shapes: tuple[tuple[int, ...], ...] = (*USUAL, (), (3, 0), (130, 130))
@@ -68,7 +68,7 @@ def to_tensorflow(x):
 
 
 def cases_of_frameworks():
-    """TensorFlow takes four times as long as torch: by default two dtypes in two shapes."""
+    """TensorFlow takes four times as long as torch: by default two dtypes and two shapes."""
     short = Extent(("float16",), USUAL, 2)
     for name, row in ROWS.items():
         yield pytest.param(row, torch.from_numpy, Extent(), id=f"{name}-torch")
@@ -81,7 +81,7 @@ def cases_of_frameworks():
 @pytest.mark.parametrize(("row", "make", "extent"), [*cases_of_frameworks()])
 def test_laws_in_frameworks(row, make, extent):
     options = {"make": make, "sizes": (extent.ranks,), "steps": 2, **row.options}
-    check_laws(row.method, dtypes=extent.dtypes, shapes=USUAL, **options)
+    check_laws(row.method, dtypes=extent.dtypes, shapes=USUAL[1:], **options)
     check_laws(row.method, dtypes=("float32",), shapes=extent.shapes, **options)
 
 
