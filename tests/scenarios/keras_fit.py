@@ -641,17 +641,6 @@ def callbacks_of_horovod() -> None:
     assert_same_everywhere(_weights(model))
     assert_same_everywhere({"loss": np.array(history["loss"]), "a": np.array(history["accuracy"])})
     np.testing.assert_allclose(history["lr"], [0.4], rtol=1e-6)
-    seen = []
-
-    class Watch(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            seen.append(float(np.asarray(self.model.optimizer.learning_rate)))
-
-    schedule = hvd_keras.callbacks.LearningRateScheduleCallback(
-        0.1, lambda epoch: 0.5**epoch, staircase=False
-    )
-    _fit(_sgd(), steps=4, callbacks=[schedule, Watch()])
-    np.testing.assert_allclose(seen, [0.1 * 0.5 ** (i / 4) for i in range(4)], rtol=1e-6)
 
 
 def velocities_follow_the_learning_rate() -> None:
@@ -730,14 +719,8 @@ def what_cannot_work_says_what_to_write() -> None:
         hvd.DistributedOptimizer(legacy, compression=SPARSE)
     with raises(UnsupportedError, "no Keras optimizer"):
         hvd_keras.DistributedOptimizer(object(), compression=SPARSE)
-    with raises(ConfigError, "backward_passes_per_step"):
-        hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE, backward_passes_per_step=0)
     with raises(ConfigError, "weight_decay"):
         hvd_keras.DistributedOptimizer(_sgd(), compression=DGC(weight_decay="gradient"))
-    with raises(ConfigError, "compression"):
-        hvd_keras.DistributedOptimizer(_sgd(), compression=3)
-    with raises(ConfigError, "two momenta"):
-        hvd_keras.DistributedOptimizer(_sgd(), compression=DGC(momentum=0.0))
     accumulating = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     with raises(ConfigError, "backward_passes_per_step=2"):
         hvd_keras.DistributedOptimizer(accumulating, compression=SPARSE)

@@ -65,27 +65,6 @@ def op_sum_does_not_multiply_weight_decay() -> None:
         assert_close(model, reference)
 
 
-def backward_passes_per_step() -> None:
-    model, reference = make_model(), make_model()
-    optimizer = distribute(sgd(model, lr=0.02), model, DENSE, backward_passes_per_step=2)
-    inner = sgd(reference, lr=0.02)
-    for step in range(0, 10, 2):
-        optimizer.zero_grad()
-        inner.zero_grad()
-        for part in (step, step + 1):
-            loss_of(model, hvd.rank(), part).backward()
-            (sum(loss_of(reference, r, part) for r in range(hvd.size())) / hvd.size()).backward()
-        optimizer.step()
-        inner.step()
-    assert_close(model, reference)
-    optimizer.zero_grad()
-    for part in (0, 1):
-        loss_of(model, hvd.rank(), part).backward()
-    with raises(AssertionError, "backward_passes_per_step"):
-        loss_of(model, hvd.rank(), 2).backward()
-    optimizer.synchronize()
-
-
 def parameters_without_gradient_on_some_ranks() -> None:
     for compression in (DENSE, SPARSE, TopK(density=0.1)):
         torch.manual_seed(0)
@@ -566,8 +545,6 @@ def what_cannot_work_says_what_to_write() -> None:
             call()
     with raises(UnboundError, "DistributedOptimizer"):
         DGC().stats()
-    with raises(UnsupportedError, "LBFGS"):
-        distribute(torch.optim.LBFGS(model.parameters()), model, DGC)
     optimizer = distribute(sgd(model), model, DGC)
     with raises(ConfigError, "distributed already"):
         distribute(optimizer, model, DGC)
@@ -579,18 +556,9 @@ def what_cannot_work_says_what_to_write() -> None:
     later = hvd.DistributedOptimizer(sgd(model[0]), compression=DGC)
     with raises(ConfigError, "dampening"):
         later.add_param_group({"params": model[2].parameters(), "dampening": 0.5})
-    for nonsense in (5, None, {"dgc": 1}):
-        with raises(ConfigError, "no compression method", "dgc:density"):
-            distribute(sgd(model), model, nonsense)
-    with raises(ConfigError, "two momenta"):
-        distribute(sgd(model), model, DGC(momentum=0.5))
     other = chain(momentum_correction(0.5), error_feedback(), via=allgather(top_k(0.1)))
     with raises(ConfigError, "two momenta: 0.9", "0.5"):
         distribute(sgd(model), model, other)
-    with raises(ConfigError, "method must be one of", "dgc"):
-        distribute(sgd(model), model, "dcg")
-    with raises(ConfigError, "no option 'densty'", "density"):
-        distribute(sgd(model), model, "dgc:densty=0.1")
     model = make_model()
     by_epoch = distribute(sgd(model), model, DGC(density=hvd.warmup_to(0.01, epochs=4)))
     with raises(ConfigError, "set_epoch"):
@@ -640,32 +608,6 @@ def empty_parameters() -> None:
         assert model[2].item() == expected
 
 
-def every_wrong_option_is_refused_before_a_hook_is_set() -> None:
-    model = make_model()
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    same = ["twice", "twice", *names[2:]]
-    for options, words in (
-        ({"named_parameters": list(parameters)}, ["tuples"]),
-        ({"named_parameters": list(zip(same, parameters, strict=True))}, ["unique", "twice"]),
-        ({"named_parameters": [("0.weight", parameters[0])]}, ["lacks 5"]),
-        ({"backward_passes_per_step": 0}, ["backward_passes_per_step=0", "1 or more"]),
-        ({"groups": 0}, ["groups=0"]),
-        ({"groups": "two"}, ["groups='two'"]),
-        ({"groups": [["0.weight"]]}, ["torch.Tensor"]),
-        ({"groups": [[parameters[0]], [parameters[0]]]}, ["only be in one"]),
-        ({"op": hvd.Max}, ["hvd.Average or hvd.Sum"]),
-        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, ["gradient_predivide_factor"]),
-    ):
-        with raises(ValueError, *words):
-            hvd.DistributedOptimizer(sgd(model), compression=DGC, **options)
-    with raises(ConfigError, "torch.optim.Optimizer", "Sequential"):
-        hvd.DistributedOptimizer(model, compression=DGC)
-    assert not any(p._post_accumulate_grad_hooks for p in parameters)
-    optimizer = hvd.DistributedOptimizer(sgd(model), compression=DGC)
-    with raises(ConfigError, "backward_passes_per_step=0"):
-        optimizer.set_backward_passes_per_step(0)
-
-
 def number_of_groups() -> None:
     model = make_model()
     a, b, c, d, e, f = model.parameters()
@@ -709,11 +651,23 @@ def a_change_of_backward_passes_counts_from_there() -> None:
     assert_close(model, reference)
     optimizer.zero_grad()
     loss_of(model, hvd.rank(), 0).backward()
+    with raises(ConfigError, "backward_passes_per_step=0"):
+        optimizer.set_backward_passes_per_step(0)
     optimizer.set_backward_passes_per_step(3)  # what has been added up is still there
     with raises(AssertionError, "zero_grad"):
         optimizer.zero_grad()
     optimizer.synchronize()
     assert_same_everywhere(p.grad for p in model.parameters())
+
+
+def too_many_backward_passes() -> None:
+    model = make_model()
+    optimizer = distribute(sgd(model), model, DENSE, backward_passes_per_step=2)
+    for part in (0, 1):
+        loss_of(model, hvd.rank(), part).backward()
+    with raises(AssertionError, "backward_passes_per_step"):
+        loss_of(model, hvd.rank(), 2).backward()
+    optimizer.synchronize()
 
 
 def too_many_backward_passes_before_a_group_is_complete() -> None:

@@ -80,11 +80,6 @@ def votes_are_the_same_in_sums() -> None:
         np.testing.assert_allclose(longer[name] - w, hvd.size() * (step[name] - w), 1e-2, 1e-5)
 
 
-def other_operations_are_refused() -> None:
-    with raises(ConfigError, "Adasum"):
-        make(DGC, op=hvd.Adasum)
-
-
 def predivided_sums() -> None:
     for method in (DENSE, SPARSE, NoCompression()):
         run = train(make(method, gradient_predivide_factor=float(hvd.size())), range(5))
@@ -93,8 +88,6 @@ def predivided_sums() -> None:
         else:
             expected = oracle.dense(range(5), hvd.size())
         assert_close(run.weights(), expected)
-    with raises(ValueError, "gradient_predivide_factor"):
-        make(DGC, op=hvd.Sum, gradient_predivide_factor=2.0)
 
 
 def groups_change_nothing() -> None:
@@ -217,9 +210,6 @@ def seeds_differ() -> None:
     assert (first != other).any()
     for each in same:
         np.testing.assert_array_equal(first, each)
-    for seed in (0.5, 2**63, True):
-        with raises(ConfigError, "seed must be a whole number"):
-            make(method, momentum=0.0, seed=seed)
 
 
 def spellings_agree() -> None:
