@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping
 
 from hvd_compress.fused import dense_is_less
-from hvd_compress.mpi.sparse.algorithm import Entries
+from hvd_compress.mpi.sparse.algorithm import EntryCount
 from hvd_compress.mpi.sparse.split_allgather import seconds_by_owners
 from hvd_compress.mpi.tuning.cost_model import CostModel
 
@@ -86,7 +86,7 @@ class StepModel:
             if method == "Ok-Topk":  # whose first exchange balances regions, and which returns k
                 if p == 1:
                     return 0.0
-                entries = Entries(k, n, pair, item=4)
+                entries = EntryCount(k, n, pair, item=4)
                 return seconds_by_owners(self.cost.costs, entries, p, pair * k, exchanges=3)
             if method != "DGC":
                 return self.cost.sparse_seconds(method, k, n, pair=pair, size=p)

@@ -79,7 +79,7 @@ class Record:
 
 
 @dataclasses.dataclass
-class Bucket:
+class BucketRecord:
     """The exchanges of tensors that are sent together.
 
     Attributes:
@@ -123,7 +123,7 @@ class Stats:
         self.layers = dict(layers)
         self.total = _sum(self.layers.values())
         self.buckets = {
-            label: Bucket(
+            label: BucketRecord(
                 tuple(names),
                 _sum(self.layers[name] for name in names if name in self.layers),
                 dataclasses.replace(own),

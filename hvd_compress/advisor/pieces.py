@@ -91,7 +91,7 @@ class Piece:
         return sum(each.nbytes(ranks) for each in self.messages.values())
 
 
-class _Meeting:
+class _Exchange:
     """A place where the threads of all ranks exchange their requests for replies."""
 
     def __init__(self, size: int) -> None:
@@ -123,7 +123,7 @@ class _Engine:
     is_collective = False
     sums_in_rank_order = True
 
-    def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
+    def __init__(self, rank: int, size: int, meeting: _Exchange) -> None:
         self.rank, self.size, self._meeting = rank, size, meeting
         self._asking: dict[str, tuple[Generator[Any, Any, Any], Any]] = {}
         self._results: dict[str, Any] = {}
@@ -230,7 +230,7 @@ def _run(
 ) -> tuple[float, float, _Engine]:
     """Least seconds of rank 0 before the first exchange of each bucket and after it, and its
     engine, which has counted the last step."""
-    meeting = _Meeting(size)
+    meeting = _Exchange(size)
     engines = [_Engine(rank, size, meeting) for rank in range(size)]
 
     def train(rank: int) -> list[tuple[float, float]]:

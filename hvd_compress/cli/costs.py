@@ -5,7 +5,7 @@ are kept in ``costs.json``; ``python -m hvd_compress.cli.costs`` writes it again
 
 >>> from hvd_compress import TopK
 >>> costs(TopK(density=0.01))
-Costs(sent=0.4, received=1.6, collectives=('gather',), memory={'residual': 1.0})
+MethodCosts(sent=0.4, received=1.6, collectives=('gather',), memory={'residual': 1.0})
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FILE = Path(__file__).with_suffix(".json")
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
+class MethodCosts:
     """Costs of the exchanges of a matrix of 512 x 2000 float32 between 4 ranks, for rank 0.
 
     Attributes:
@@ -52,7 +52,7 @@ class Costs:
 
 
 @functools.cache
-def costs(method: Compressor) -> Costs:
+def costs(method: Compressor) -> MethodCosts:
     """Return average costs over late steps, after the dense steps that some methods begin with."""
     method = method.for_tensor("weight", SHAPE)
     random = np.random.default_rng(0)
@@ -79,7 +79,7 @@ def costs(method: Compressor) -> Costs:
         states = [outcome.state for outcome in outcomes]
         total += seen if step in _LATE else []
     n, size = len(_LATE) * gradients[0].size, gradients[0].nbytes
-    return Costs(
+    return MethodCosts(
         sent=round(8 * sum(sent for _, sent, _ in total) / n, 2),
         received=round(8 * sum(received for _, _, received in total) / n, 2),
         collectives=tuple(kind for kind, _, _ in seen),
@@ -87,17 +87,17 @@ def costs(method: Compressor) -> Costs:
     )
 
 
-def costs_of_defaults(name: str) -> Costs:
+def costs_of_defaults(name: str) -> MethodCosts:
     """Return the costs of the method of this name with its defaults, which are kept in a file, or
     measured now."""
     return _kept().get(name) or costs(lookup("method", name)())
 
 
 @functools.cache
-def _kept() -> dict[str, Costs]:
+def _kept() -> dict[str, MethodCosts]:
     rows = json.loads(_FILE.read_text())
     return {
-        name: Costs(**row | {"collectives": tuple(row["collectives"])})
+        name: MethodCosts(**row | {"collectives": tuple(row["collectives"])})
         for name, row in rows.items()
     }
 

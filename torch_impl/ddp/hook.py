@@ -152,7 +152,7 @@ class ProcessGroupEngine(TorchEngine):
         return torch.cat([row[:n] for row, n in zip(rows, sizes, strict=True)])
 
 
-class _Bucket(NamedTuple):
+class _HookBucket(NamedTuple):
     """One of DDP's, and what it waits for; ``gradients`` are the views of its buffer, or copies
     where the memory has another order."""
 
@@ -274,7 +274,7 @@ class DDPState:
         self.reducer = self._make(LocalEngine())
         self._loaded: dict[str, Any] | None = None
         self._is_bound = False
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[_HookBucket] = []
         self._pass: int | None = None  # the backward pass that they are of
         #: names of parameters that DDP leaves alone
         self._ignored = set(getattr(model, "parameters_to_ignore", ()))
@@ -398,7 +398,7 @@ class DDPState:
             )
         views = cut(bucket)
         gradients = [view.contiguous() for view in views]
-        self._buckets.append(_Bucket(buffer, parameters, views, gradients, future))
+        self._buckets.append(_HookBucket(buffer, parameters, views, gradients, future))
         if self._names:
             if not self._is_bound:
                 self._bind(buffer.device)
@@ -423,7 +423,7 @@ class DDPState:
         expected = sum(p.requires_grad and n not in self._ignored for p, n in self._names.items())
         return sum(len(each.parameters) for each in self._buckets) == expected
 
-    def _start_exchange(self, bucket: _Bucket) -> None:
+    def _start_exchange(self, bucket: _HookBucket) -> None:
         parameters = bucket.parameters
         named = {self._names[p]: g for p, g in zip(parameters, bucket.gradients, strict=True)}
         self.reducer.start_together(named, self._used.unused(named, parameters))

@@ -35,7 +35,7 @@ from ..plain import kind_without_bytes
 _Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _Meeting(torch.autograd.Function):
+class _Differentiable(torch.autograd.Function):
     """A collective of all ranks as a function of autograd, with the collective of its gradients."""
 
     @staticmethod
@@ -147,7 +147,7 @@ def allreduce(
         return allreduce(of_result, None, name, Compression.none, op, *factors, process_set)
 
     sent = tensor.half() if is_half else tensor
-    return _Meeting.apply(sent, reduced, gradient).to(tensor.dtype)
+    return _Differentiable.apply(sent, reduced, gradient).to(tensor.dtype)
 
 
 @eager
@@ -225,7 +225,7 @@ def allgather(
         mean = allreduce(of_result, process_set=process_set)
         return mean.split(counts)[process_set.rank()].view(shape)
 
-    return _Meeting.apply(tensor, gathered, gradient)
+    return _Differentiable.apply(tensor, gathered, gradient)
 
 
 def bytes_of(tensor: Any, what: str) -> np.ndarray:
@@ -305,4 +305,4 @@ def broadcast(
         mean = allreduce(of_result, process_set=process_set)
         return mean * (rank() == root_rank)  # elsewhere a gradient of this one needs all ranks, too
 
-    return _Meeting.apply(tensor, sent, gradient)
+    return _Differentiable.apply(tensor, sent, gradient)

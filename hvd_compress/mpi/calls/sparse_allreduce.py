@@ -18,7 +18,7 @@ from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.sparse.running import Comm, Reduced, reduce, run
 from hvd_compress.mpi.transport.communicator import Channel, Communicator, others
 from hvd_compress.mpi.transport.nodes import nodes_of
-from hvd_compress.mpi.transport.progress import Algorithm, Message, Wait
+from hvd_compress.mpi.transport.progress import Algorithm, InFlight, Wait
 from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.mpi.tuning.measuring import model_of
 
@@ -199,7 +199,7 @@ class _Announced:
     def __init__(self, channel: Channel, mine: Sparse, form: Format) -> None:
         self._counts, self._n = np.full(channel.size, mine.indices.size, "<i8"), form.n
         own = self._counts[channel.rank : channel.rank + 1].copy()
-        self._messages: list[Message] = []
+        self._messages: list[InFlight] = []
         for peer in others(channel.rank, channel.size):
             self._messages.append(channel.receive(self._counts[peer : peer + 1], peer))
             self._messages.append(channel.send(own, peer))

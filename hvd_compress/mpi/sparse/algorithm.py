@@ -19,7 +19,7 @@ Summed = Generator[Wait, None, tuple[Vector, Sparse]]
 Run = Callable[[Channel, Sparse, Format], Summed]
 
 
-class Entries(NamedTuple):
+class EntryCount(NamedTuple):
     """``k`` of ``n`` elements on each rank, at places that are independent between ranks; ``pair``
     bytes for an index with its value, ``item`` for a dense one."""
 
@@ -49,4 +49,4 @@ class SparseAllreduce:
 
     name: str
     run: Run
-    seconds: Callable[[Costs, Entries, int], float]
+    seconds: Callable[[Costs, EntryCount, int], float]

@@ -15,7 +15,7 @@ import operator
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, empty
-from hvd_compress.mpi.sparse.algorithm import Entries, SparseAllreduce, Summed
+from hvd_compress.mpi.sparse.algorithm import EntryCount, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.messages import Format, most_bytes, with_values
 from hvd_compress.mpi.transport.communicator import Channel
 from hvd_compress.mpi.transport.costs import Costs
@@ -73,7 +73,7 @@ def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
     return total, empty(form.wide)
 
 
-def _seconds(costs: Costs, entries: Entries, p: int) -> float:
+def _seconds(costs: Costs, entries: EntryCount, p: int) -> float:
     steps = [1 << step for step in range(p.bit_length() - 1)]
     rounds, moved = len(steps), sum(map(entries.message, steps))
     if p & (p - 1):

@@ -16,7 +16,7 @@ import numpy as np
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, densify, join
-from hvd_compress.mpi.sparse.algorithm import Entries, SparseAllreduce, Summed
+from hvd_compress.mpi.sparse.algorithm import EntryCount, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.allgather import gather
 from hvd_compress.mpi.sparse.messages import Format, entries_of, most_bytes, with_values
 from hvd_compress.mpi.transport.communicator import Channel, others
@@ -74,12 +74,12 @@ def assemble(regions: Sequence[Vector], bounds: Sequence[int], form: Format) -> 
     return join([entries_of(region) for region in regions], bounds)
 
 
-def _seconds(costs: Costs, entries: Entries, p: int) -> float:
+def _seconds(costs: Costs, entries: EntryCount, p: int) -> float:
     return seconds_by_owners(costs, entries, p, entries.message(p), 2)
 
 
 def seconds_by_owners(
-    costs: Costs, entries: Entries, p: int, returned: float, exchanges: int
+    costs: Costs, entries: EntryCount, p: int, returned: float, exchanges: int
 ) -> float:
     """Return the seconds of so many exchanges with all ranks, in which owners of regions add up and
     return ``returned`` bytes in all."""

@@ -32,7 +32,7 @@ from hvd_compress.mpi.transport.arrays import before_message
 from hvd_compress.mpi.transport.handles import TAG_BITS, Handles, family_of, tags, unfreed
 from hvd_compress.mpi.transport.progress import (
     Algorithm,
-    Message,
+    InFlight,
     RollCall,
     Wait,
     Work,
@@ -313,7 +313,7 @@ class Communicator:
     def collective(self, request: Any, what: str) -> Wait:
         """Return what waits for one of MPI's own collectives on this communicator."""
         self.collectives += 1
-        return Wait([Message.collective(request)], what, roll=RollCall(self, self.collectives))
+        return Wait([InFlight.collective(request)], what, roll=RollCall(self, self.collectives))
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class Channel:
         channel.whole = self
         return channel
 
-    def send(self, array: Any, to: int) -> Message:
+    def send(self, array: Any, to: int) -> InFlight:
         size = nbytes(array)
         self.comm.bytes_sent += size
         self.bytes_sent += size
@@ -372,19 +372,19 @@ class Channel:
             self.whole.bytes_sent += size
         return self._start(self.comm.mpi.Isend, array, size, to, incoming=False)
 
-    def receive(self, array: Any, source: int) -> Message:
+    def receive(self, array: Any, source: int) -> InFlight:
         size = nbytes(array)
         self.bytes_received += size
         if self.whole is not None:
             self.whole.bytes_received += size
         return self._start(self.comm.mpi.Irecv, array, size, source, incoming=True)
 
-    def _start(self, begin: Any, array: Any, size: int, peer: int, incoming: bool) -> Message:
+    def _start(self, begin: Any, array: Any, size: int, peer: int, incoming: bool) -> InFlight:
         before_message(array)
         segment = self.comm.segment
         if not segment or size <= segment:
             request = begin([array, size, MPI.BYTE], peer, self._tag(size))
-            return Message((request,), peer, (size,), incoming)
+            return InFlight((request,), peer, (size,), incoming)
         raw = array.view(np.uint8 if isinstance(array, np.ndarray) else sys.modules["torch"].uint8)
         pieces = [raw[start : start + segment] for start in range(0, size, segment)]
         sizes = tuple(map(nbytes, pieces))
@@ -392,7 +392,7 @@ class Channel:
             begin([piece, size, MPI.BYTE], peer, self._tag(size))
             for piece, size in zip(pieces, sizes, strict=True)
         ]
-        return Message(tuple(requests), peer, sizes, incoming)
+        return InFlight(tuple(requests), peer, sizes, incoming)
 
     def _tag(self, size: int) -> int:
         """Return the tag of a message of ``size`` bytes.  A message of another size shall not
@@ -425,7 +425,7 @@ def _number(option: str, value: float | None, variable: str, default: float) -> 
 
 def _duplicated(comm: MPI.Comm) -> Algorithm:
     duplicate, request = comm.Idup()
-    yield Wait([Message.collective(request)], "MPI_Comm_idup")
+    yield Wait([InFlight.collective(request)], "MPI_Comm_idup")
     return duplicate
 
 
@@ -435,10 +435,10 @@ def _texts_of_all(comm: MPI.Comm, text: str) -> Algorithm:
     own = encode_bytes(text.encode(), _OPTIONS)
     sizes = np.empty(comm.size, "<i8")
     request = comm.Iallgather(np.array([own.size], "<i8"), sizes)
-    yield Wait([Message.collective(request)], "comparing options")
+    yield Wait([InFlight.collective(request)], "comparing options")
     everything = np.empty(sizes.sum(), np.uint8)
     request = comm.Iallgatherv([own, MPI.BYTE], [everything, sizes.tolist(), MPI.BYTE])
-    yield Wait([Message.collective(request)], "comparing options")
+    yield Wait([InFlight.collective(request)], "comparing options")
     return [theirs.decode() for theirs in decode_end_to_end(everything, _OPTIONS)]
 
 

@@ -9,10 +9,10 @@ from mpi4py import MPI
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
-from hvd_compress.mpi.transport.progress import Algorithm, Message
+from hvd_compress.mpi.transport.progress import Algorithm, InFlight
 
 
-class Part(Communicator):
+class Subgroup(Communicator):
     """Some ranks of a communicator.
 
     Problems, bytes and ranks in messages are those of the whole: nobody else knows the numbers of a
@@ -35,14 +35,14 @@ class Part(Communicator):
 
 
 class _PartChannel(Channel):
-    comm: Part
+    comm: Subgroup
 
-    def send(self, array: Any, to: int) -> Message:
+    def send(self, array: Any, to: int) -> InFlight:
         message = super().send(array, to)
         self.comm.whole.bytes_sent += message.size
         return message._replace(peer=self.comm.members[to])
 
-    def receive(self, array: Any, source: int) -> Message:
+    def receive(self, array: Any, source: int) -> InFlight:
         return super().receive(array, source)._replace(peer=self.comm.members[source])
 
 
@@ -69,8 +69,8 @@ class Nodes:
         ]
         self.is_flat = len(self.members) in (1, comm.size)
         self.is_even = len(set(map(len, self.members))) == 1
-        self.inside: Part | None = None
-        self.across: Part | None = None
+        self.inside: Subgroup | None = None
+        self.across: Subgroup | None = None
         if self.is_flat:
             return
         node = next(members for members in self.members if comm.rank in members)
@@ -83,11 +83,11 @@ class Nodes:
             _part(comm, MPI.UNDEFINED, ())
 
 
-def _part(comm: Communicator, color: int, members: tuple[int, ...]) -> Part | None:
+def _part(comm: Communicator, color: int, members: tuple[int, ...]) -> Subgroup | None:
     split = comm.mpi.Split(color, comm.rank)
     if split == MPI.COMM_NULL:
         return None
-    part = Part(comm, split, members)
+    part = Subgroup(comm, split, members)
     split.Free()
     return part
 

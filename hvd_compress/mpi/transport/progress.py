@@ -39,7 +39,7 @@ _LATE = 1.0
 _OTHERS_EVERY = 16
 
 
-class Message(NamedTuple):
+class InFlight(NamedTuple):
     """A message in flight, in one piece or several, to rank ``peer`` or ``incoming`` from it.
 
     Attributes:
@@ -57,7 +57,7 @@ class Message(NamedTuple):
         return sum(self.sizes)
 
     @classmethod
-    def collective(cls, request: Any) -> Message:
+    def collective(cls, request: Any) -> InFlight:
         """Return the message of one of MPI's own collectives, which have no peer."""
         return cls((request,), -1, (0,), incoming=False)
 
@@ -76,7 +76,7 @@ class Wait:
 
     def __init__(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[InFlight],
         phase: str,
         step: tuple[int, int] = (1, 1),
         roll: RollCall | None = None,

@@ -28,7 +28,7 @@ from hvd_compress.config import is_number, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense import ALGORITHMS as DENSE
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
-from hvd_compress.mpi.sparse.algorithm import Entries
+from hvd_compress.mpi.sparse.algorithm import EntryCount
 from hvd_compress.mpi.transport.costs import Costs
 
 #: one element in so many is an entry where sparse algorithms are measured
@@ -159,7 +159,7 @@ class CostModel:
         :meth:`sparse_seconds`."""
         if algorithm not in SPARSE:
             raise ConfigError(f"algorithm={algorithm!r} has no cost model")
-        entries = Entries(k, n, pair, item)
+        entries = EntryCount(k, n, pair, item)
         return 0.0 if p == 1 else SPARSE[algorithm].seconds(self.costs, entries, p)
 
     def fastest_sparse(self, k: int, n: int, *, pair: float = 8, item: int = 4) -> str:
