@@ -10,7 +10,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import tensorflow as tf
 
@@ -21,7 +21,6 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import BucketExchange
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
-from hvd_compress.integrations.checkpoints import lost, refused
 from hvd_compress.integrations.optimizers import momentum_inside
 from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import as_fixed
@@ -30,68 +29,20 @@ from hvd_compress.reduce import Reducer
 from hvd_compress.reduce.averages import averaged
 from hvd_compress.reduce.homes import Kind, look_of
 from hvd_compress.reduce.reducer import check_momentum
+from hvd_compress.reduce.state_file import lost
 from hvd_compress.schedules import schedules_of, with_values
-from hvd_compress.sharding import shards_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
 
 from . import backend, saved_state
 from .contexts import check_context, check_device
 from .rows import merged
 from .runtime import Common, Number, Runtime
+from .slots import Slot, names_of_groups
 from .store import COUNTED, Exchanged, VariableStore, exchange, scaled
 
 logger = logging.getLogger("hvd_compress")
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
-
-
-class Slot(NamedTuple):
-    """The name, shape and dtype of a variable."""
-
-    name: str
-    shape: tf.TensorShape
-    dtype: tf.DType
-
-
-def slots_of(variables: Sequence[Any]) -> list[Slot]:
-    """Return the slots of TensorFlow's or Keras's variables; names are made unique."""
-    if not isinstance(variables, Sequence) or isinstance(variables, str | bytes):
-        raise ConfigError(
-            f"variables must be a list of variables, such as model.trainable_variables; got "
-            f"{type(variables).__name__}"
-        )
-    slots: list[Slot] = []
-    taken: set[str] = set()
-    for variable in variables:
-        if not hasattr(variable, "assign"):
-            raise ConfigError(f"gradients belong to variables; got {type(variable).__name__}")
-        base = name = str(getattr(variable, "path", variable.name)).removesuffix(":0")
-        numbers = itertools.count(1)
-        while name in taken:
-            name = f"{base}_{next(numbers)}"
-        taken.add(name)
-        slots.append(Slot(name, tf.TensorShape(variable.shape), tf.as_dtype(variable.dtype)))
-    return slots
-
-
-def native(variable: Any) -> Any:
-    """Return the ``tf.Variable`` inside of a variable of Keras 3, which Horovod does not know."""
-    inner = getattr(variable, "_value", None)
-    return inner if isinstance(inner, tf.Variable) else variable
-
-
-def places_of_groups(groups: Any, variables: Sequence[Any]) -> Any:
-    """Return Horovod's ``groups``, lists of variables or a number of lists, with indices for
-    variables."""
-    if groups is None or groups == 0:
-        return None
-    if is_whole(groups) and groups > 0:
-        return groups
-    lists = groups if isinstance(groups, list | tuple) else [None]
-    if not all(isinstance(group, list | tuple) for group in lists):
-        raise ConfigError(f"groups must be lists of variables, or their number; got {groups!r}")
-    places = {id(native(variable)): i for i, variable in enumerate(variables)}
-    return [[places[id(native(v))] for v in group if id(native(v)) in places] for group in groups]
 
 
 class Binding(tf.train.experimental.PythonState):
@@ -322,12 +273,9 @@ class Binding(tf.train.experimental.PythonState):
         if len(set(steps.tolist())) == 1:
             return
         step, serves_all = hvd.broadcast(own, root_rank, process_set=self._set).numpy()
-        if serves_all:
-            self._take_over(self.states_of_all(), root_rank)
-            return
-        if hvd.rank() == root_rank:
+        if not serves_all and hvd.rank() == root_rank:
             warnings.warn(lost(f"{sum(steps == step)} of {len(steps)} ranks"), stacklevel=2)
-        self._merge(self.step == step, root_rank)
+        self._merge([] if serves_all else self._differing(), self.step == step, root_rank)
 
     def unite(self) -> None:
         """Give all ranks the state of rank 0 and, of what differs between ranks, the mean over
@@ -342,43 +290,34 @@ class Binding(tf.train.experimental.PythonState):
         self._number, Binding._next_number = map(int, numbers)
         has_begun = tf.cast(self.step > 0, tf.float64)
         part = hvd.allreduce(has_begun, op=hvd.Average, name="hvd_compress.has_begun")
-        self._merge(self.step > 0, 0, part)
+        self._merge(self._differing(), self.step > 0, 0, part)
 
-    def _merge(self, counts: Any, root_rank: int, part: Any = 1.0) -> None:
+    def _merge(
+        self,
+        differing: Sequence[tuple[str, tf.Variable]],
+        counts: Any,
+        root_rank: int,
+        part: Any = 1.0,
+    ) -> None:
         """Give all ranks the root's state and, of what differs, the sum over the ranks that count,
         divided by the number of all ranks and by ``part``; a collective."""
-        differing = self._differing()
         for _, variable in differing:
             variable.assign(variable * tf.cast(counts, variable.dtype))
         self.average(differing)
         for _, variable in differing:
             variable.assign(tf.math.divide_no_nan(variable, tf.cast(part, variable.dtype)))
         everyones = {id(variable) for _, variable in differing}
-        self._take_over([v for v in self.states_of_all() if id(v) not in everyones], root_rank)
-
-    def _take_over(self, states: Sequence[tf.Variable], root_rank: int) -> None:
-        """Give all ranks the root's progress and these variables, after which they have the same
-        state; a collective."""
-        variables = [self.step, self.epoch, *states]
+        common = [v for v in self.states_of_all() if id(v) not in everyones]
+        variables = [self.step, self.epoch, *common]
         self._runtime.hvd.broadcast_variables(variables, root_rank, self._set)
         self._forget_undo()
-        self.repair()
-        self.consolidated_at.assign(self.step)
-
-    def repair(self) -> None:
-        """Make states consistent that were averaged, or are missing on some ranks."""
-        for i, slot in enumerate(self.slots):
+        for i, slot in enumerate(self.slots):  # what was averaged, or was missing on some ranks
             own = self.states[str(i)]
             old = {key: variable.value() for key, variable in own.items()}
-            new = self._method_for(slot).repaired(tf.zeros(slot.shape, slot.dtype), old)
+            new = self.method_for(slot).repaired(tf.zeros(slot.shape, slot.dtype), old)
             for key, variable in own.items():
                 variable.assign(new[key])
-
-    @property
-    def variables(self) -> list[tf.Variable]:
-        """All that a step changes."""
-        own = [self.step, self.epoch, self._counts, self.consolidated_at]
-        return [*own, *self.states_of_all()]
+        self.consolidated_at.assign(self.step)
 
     def states_of_all(self) -> list[tf.Variable]:
         """Return the states of all variables, one after the other."""
@@ -482,10 +421,12 @@ class Binding(tf.train.experimental.PythonState):
             # In half precision what is left would vanish, or the factor be infinite.
             wide = {i: _cast(g, tf.float32) if g.dtype.size < 4 else g for i, g in present.items()}
             present = {i: scaled(g, 1 / scale) for i, g in wide.items()}
-        common = self._context(present)
-        phase = self.method.phase_index(self.step + 1) if self.method.phases else None
+        norm = None
+        if self.method.needs_gradient_norm and present:
+            values = [merged(g).values if _is_rows(g) else g for g in present.values()]
+            norm = tf.sqrt(tf.add_n([tf.square(backend.norm(x)) for x in values]))
+        exchanged, counts = self._in_phase(engine, present, norm)
         results: dict[int, Gradient] = {}
-        exchanged, counts = self._in_phase(engine, present, common, phase)
         self._counts.assign_add(counts, read_value=False)
         for i, (direction, state) in exchanged.items():
             for key, value in state.items():
@@ -525,63 +466,21 @@ class Binding(tf.train.experimental.PythonState):
             agreed = tf.identity(checks[0])
         return self._engine_after(agreed)
 
-    def _context(self, gradients: Mapping[int, Gradient]) -> Context:
-        engine, norm = self.engine, None
-        if self.method.needs_gradient_norm:
-            parts = [
-                tf.square(backend.norm(merged(g).values if _is_rows(g) else g))
-                for g in gradients.values()
-            ]
-            norm = tf.sqrt(tf.add_n(parts)) if parts else None
-        return Context(
-            rank=engine.rank,
-            size=engine.size,
-            step=self.step.value(),
-            seed=self.seed,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            gradient_norm=norm,
-            sums=self._sums,
-            scratch=self._scratch,
-        )
-
-    def names_of_groups(self, places: list[int]) -> list[list[str]] | None:
-        """Return the names of variables that are exchanged together, of those with gradients."""
-        if self.options.groups is None:
-            return None
-        together = [[i for i in group if i in places] for group in self._groups_of(places)]
-        return [[self.slots[i].name for i in group] for group in together]
-
-    def _groups_of(self, places: list[int]) -> Sequence[Sequence[int]]:
-        groups = self.options.groups
-        if not isinstance(groups, int):
-            return groups or ()
-        count = min(groups, len(places))
-        return [places[part] for part in shards_of(len(places), count)] if count else []
-
-    def _in_phase(
-        self,
-        engine: Engine,
-        gradients: Mapping[int, Any],
-        common: Context,
-        phase: tf.Tensor | None,
-    ) -> Exchanged:
+    def _in_phase(self, engine: Engine, gradients: Mapping[int, Any], norm: Any) -> Exchanged:
         """Exchange with the densities of now: a graph has a branch for each stage of a schedule, or
         for each phase of a method that has some."""
-        exchange = functools.partial(self._exchange, engine)
-        if phase is not None:
+        step = self.step.value()
+        exchange = functools.partial(self._exchange, engine, gradients, step, norm)
+        if self.method.phases:
             if any(map(_is_rows, gradients.values())):
                 raise ConfigError(
                     f"{self.method.name} needs dense gradients: pass sparse_as_dense=True to "
                     "hvd.DistributedOptimizer"
                 )
-            contexts = [common._replace(phase=name) for name in self.method.phases]
-            return tf.switch_case(
-                phase,
-                [functools.partial(exchange, self.method, gradients, c) for c in contexts],
-            )
+            branches = [functools.partial(exchange, self.method, x) for x in self.method.phases]
+            return tf.switch_case(self.method.phase_index(step + 1), branches)
         if not self._schedules:
-            return exchange(self.method, gradients, common)
+            return exchange(self.method)
         stages = itertools.product(*(range(s.stages_in_all) for s in self._schedules))
         methods = [
             with_values(
@@ -590,24 +489,31 @@ class Binding(tf.train.experimental.PythonState):
             )
             for chosen in stages
         ]
-        if self._agree(methods, gradients, common):
-            return exchange(methods[0], gradients, common)
+        if self._agree(methods, gradients, step):
+            return exchange(methods[0])
         index = tf.constant(0)
         for schedule in self._schedules:
             count = self.step if schedule.unit == "step" else self._known_epoch()
             stage = tf.cast(tf.cast(count, tf.float64) / schedule.stage_length + 1e-9, tf.int32)
             last = schedule.stages_in_all - 1
             index = index * schedule.stages_in_all + tf.minimum(stage, last)
-        return tf.switch_case(
-            index,
-            [functools.partial(exchange, m, gradients, common) for m in methods],
-        )
+        return tf.switch_case(index, [functools.partial(exchange, m) for m in methods])
 
     def _agree(
-        self, methods: Sequence[Compressor], gradients: Mapping[int, Any], context: Context
+        self, methods: Sequence[Compressor], gradients: Mapping[int, Any], step: tf.Tensor
     ) -> bool:
         """Return whether the methods do the same to these gradients: a density means nothing to
         rows, and to tensors that are sent whole."""
+        engine = self.engine
+        context = Context(
+            rank=engine.rank,
+            size=engine.size,
+            step=step,
+            seed=self.seed,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            sums=self._sums,
+        )
 
         def what(method: Compressor, slot: Slot, gradient: Any) -> Any:
             own = method.for_tensor(slot.name, tuple(slot.shape))
@@ -628,39 +534,41 @@ class Binding(tf.train.experimental.PythonState):
             return self.epoch.value()
 
     def _exchange(
-        self, engine: Engine, method: Compressor, gradients: Mapping[int, Any], common: Context
+        self,
+        engine: Engine,
+        gradients: Mapping[int, Any],
+        step: tf.Tensor,
+        norm: Any,
+        method: Compressor,
+        phase: str = "",
     ) -> Exchanged:
+        check_momentum(method, self.momentum)
         results: dict[int, Any] = {}
-        counts = []
+        counts = tf.zeros_like(self._counts)
         for rows in (False, True):
             own = {i: g for i, g in gradients.items() if _is_rows(g) == rows}
-            if own:
-                device = self.options.device_sparse if rows else self.options.device_dense
-                with tf.device(device):
-                    if device:  # what is not touched before would stay where it was
-                        own = tf.nest.map_structure(tf.identity, own, expand_composites=True)
-                    part, counted = self._traced_step(engine, method, own, common)
-                results |= part
-                counts.append(counted)
-        return results, sum(counts, start=tf.zeros_like(self._counts))
-
-    def _traced_step(
-        self, engine: Engine, method: Compressor, gradients: Mapping[int, Any], common: Context
-    ) -> Exchanged:
-        store = VariableStore(self, method, list(gradients), common.gradient_norm)
-        check_momentum(method, self.momentum)
-        reducer = Reducer(
-            method,
-            engine,
-            store=store,
-            sums=self._sums,
-            seed=self.seed,
-            groups=self.names_of_groups(list(gradients)),
-            same_order=True,
-            scratch=self._scratch,
-        )
-        reducer.step, reducer.phase = common.step, common.phase
-        return exchange(reducer, store, gradients)
+            if not own:
+                continue
+            device = self.options.device_sparse if rows else self.options.device_dense
+            with tf.device(device):
+                if device:  # what is not touched before would stay where it was
+                    own = tf.nest.map_structure(tf.identity, own, expand_composites=True)
+                store = VariableStore(self, method, list(own), norm)
+                reducer = Reducer(
+                    method,
+                    engine,
+                    store=store,
+                    sums=self._sums,
+                    seed=self.seed,
+                    groups=names_of_groups(self.options.groups, self.slots, list(own)),
+                    same_order=True,
+                    scratch=self._scratch,
+                )
+                reducer.step, reducer.phase = step, phase
+                part, counted = exchange(reducer, store, own)
+            results |= part
+            counts += counted
+        return results, counts
 
     def momentum_used(self) -> tuple[float, bool]:
         """Return the (momentum, nesterov) that act inside the exchange."""
@@ -677,7 +585,7 @@ class Binding(tf.train.experimental.PythonState):
         self._home_of: tuple[int, ...] = ()
         self.sharing: frozenset[int] = frozenset()
         for i, slot in enumerate(self.slots):
-            common = self._method_for(slot).common(tf.zeros(slot.shape, slot.dtype))
+            common = self.method_for(slot).common(tf.zeros(slot.shape, slot.dtype))
             self._home_of += (homes.setdefault(look_of(common), i) if common else i,)
             self.sharing |= {i} if common else set()
         states: dict[str, dict[str, tf.Variable]] = {}
@@ -693,7 +601,7 @@ class Binding(tf.train.experimental.PythonState):
         """Return the state of a slot before the first step: its own, and what it keeps for all that
         have it in common."""
         slot = self.slots[i]
-        method, zeros = self._method_for(slot), tf.zeros(slot.shape, slot.dtype)
+        method, zeros = self.method_for(slot), tf.zeros(slot.shape, slot.dtype)
         state, is_home = method.init(zeros), self._home_of[i] == i
         if slot.shape.rank:  # what gradients will be is not known yet
             state = rows_state(method, zeros) | state
@@ -706,11 +614,12 @@ class Binding(tf.train.experimental.PythonState):
 
     def per_rank(self, slot: Slot) -> frozenset[str]:
         """Return the keys of a slot's state under which ranks differ."""
-        method = self._method_for(slot)
+        method = self.method_for(slot)
         found = method.per_rank(tf.zeros(slot.shape, slot.dtype))
         return found | {"residual"} if keeps_residual(method) else found
 
-    def _method_for(self, slot: Slot) -> Compressor:
+    def method_for(self, slot: Slot) -> Compressor:
+        """Return the method of a slot."""
         return self.method.for_tensor(slot.name, tuple(slot.shape))
 
     def values(self) -> dict[str, Any]:
@@ -718,36 +627,30 @@ class Binding(tf.train.experimental.PythonState):
         with tf.init_scope():
             return saved_state.to_arrays(self)
 
-    def load_values(self, arrays: Mapping[str, Any]) -> None:
+    def load_values(self, arrays: Mapping[str, Any], *, exact: bool = False) -> None:
         """Take up what :meth:`values` gave.
+
+        Args:
+            exact: take residuals as they are, whichever rank they come from.
 
         Raises:
             ConfigError: it belongs to another model, or it is damaged; then nothing has changed.
         """
         with tf.init_scope():  # a checkpoint may have waited for a step that is traced now
-            saved_state.load(self, arrays)
+            saved_state.load(self, arrays, exact)
             self._forget_undo()
 
     def serialize(self) -> bytes:
-        """Return what ``tf.train.Checkpoint`` saves; ``tf.saved_model.save`` leaves it out."""
+        """Return what ``tf.train.Checkpoint`` and Keras save; ``tf.saved_model.save`` leaves it
+        out."""
         if not tf.executing_eagerly():
             return b""
-        return saved_state.to_bytes(saved_state.to_save(self))
+        return saved_state.to_bytes(self)
 
     def deserialize(self, string_value: bytes) -> None:
-        """Restore what a ``tf.train.Checkpoint`` has saved."""
+        """Restore what :meth:`serialize` returned."""
         if string_value:
             self.load_values(saved_state.from_bytes(string_value))
-
-    def _lookup_dependency(self, name: str, *args: Any) -> Any:
-        """Refuse checkpoints in which the states are variables of TensorFlow's own, since these
-        do not say which rank saved them, and each rank would take the whole of it."""
-        if name == "states":
-            raise refused(
-                "an older version of this package saved it, and it does not say of which rank it "
-                "is: restore the checkpoint without the compression, whose residuals begin at zero"
-            )
-        return super()._lookup_dependency(name, *args)
 
 
 def _variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variable:

@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from hvd_compress.agreement import SAMPLED_EVERY, WEIGHTS, Terms
 
-from .binding import Binding, native
+from .binding import Binding
 from .runtime import Common, Number
+from .slots import native
 
 #: variables, and elements of each, that are looked at
 _VARIABLES, _ELEMENTS = 4, 4

@@ -24,7 +24,8 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.integrations.horovod import rest_of
 
-from .binding import Binding, native
+from .binding import Binding
+from .slots import native
 
 
 class TensorFlowKerasState(ObjectState):
@@ -68,6 +69,8 @@ class TensorFlowKerasState(ObjectState):
     def restore(self) -> None:
         for variable, value in self._kept:
             variable.assign(value)
+        for binding, values in self._states:
+            binding.load_values(values, exact=True)
         super().restore()
 
     def sync(self) -> None:
@@ -84,8 +87,8 @@ class TensorFlowKerasState(ObjectState):
             binding.forget_graphs()
 
     def _keep(self) -> None:
-        own = [v for binding in self._bindings() for v in binding.variables]
-        self._kept = [(v, tf.identity(v)) for v in [*self._common(), *own]]
+        self._kept = [(v, tf.identity(v)) for v in self._common()]
+        self._states = [(binding, binding.values()) for binding in self._bindings()]
 
     def _common(self) -> list[tf.Variable]:
         """Return the variables that are equal on all ranks."""

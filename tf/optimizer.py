@@ -33,12 +33,13 @@ from hvd_compress.meetings import allreduce
 from hvd_compress.methods import FP16, NoCompression, as_fixed
 from hvd_compress.transforms import momentum_after_averaging
 
-from .binding import Binding, native, places_of_groups, slots_of
+from .binding import Binding
 from .common_values import numbers_of, sample_of
 from .contexts import check_context
 from .loss_scaling import NotInLossScaling
 from .runtime import Common, Runtime
 from .saved_state import state_on_disk
+from .slots import native, places_of_groups, slots_of
 
 logger = logging.getLogger("hvd_compress")
 _COPY = (

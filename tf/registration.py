@@ -23,9 +23,10 @@ from hvd_compress.integrations.horovod import (
 )
 
 from . import elastic
-from .binding import Binding, native
+from .binding import Binding
 from .optimizer import distribute, is_keras_3, is_tf_keras
 from .over_horovod import gather_bytes, runtime
+from .slots import native
 from .tape import binder, check_compression, is_ours, wrap_allreduce, wrap_tape
 
 _DONE = "__wrapped_by_hvd_compress__"

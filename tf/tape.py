@@ -20,10 +20,11 @@ from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import BF16, FP16, NoCompression, as_fixed
 from hvd_compress.methods.rows import keeps_residual
 
-from .binding import Binding, Slot, native, places_of_groups, slots_of
+from .binding import Binding
 from .common_values import sample_of
 from .contexts import check_context
 from .runtime import Runtime
+from .slots import Slot, native, places_of_groups, slots_of
 
 _BINDINGS = "_hvd_compress_bindings"
 #: the options of ``bind``: Horovod's but for the passes, which are an optimizer's, and momentum's

@@ -22,9 +22,9 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Sparse
 from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError
-from hvd_compress.integrations.checkpoints import entry, refused, whole
 from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import Chooser, Reducer
+from hvd_compress.reduce.state_file import entry, refused, whole
 
 log = logging.getLogger("hvd_compress")
 

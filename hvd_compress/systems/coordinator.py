@@ -14,8 +14,8 @@ from hvd_compress.base import Array
 from hvd_compress.config import is_number
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
-from hvd_compress.integrations.checkpoints import check_array, entry, refused, share
 from hvd_compress.reduce import MemoryStore, Reducer
+from hvd_compress.reduce.state_file import check_array, entry, refused
 from hvd_compress.requests import Collective
 from hvd_compress.stats import Stats
 from hvd_compress.systems.base import (
@@ -339,8 +339,8 @@ class Coordinator:
         else:
             compression = self.reducer.state_dict(consolidate=False)
         return self.owner.state_dict(
-            method=self.method.to_config(),
             consolidated=self.is_consolidated,
+            training=self.method.to_config(),
             losses=[float(loss) for loss in self._losses],
             compression=compression,
         )
@@ -367,13 +367,13 @@ class Coordinator:
         """
         shapes = self._shapes if parameters is None else _shapes_of(parameters)
         saved = self.owner.read(state_dict, functools.partial(_check, shapes or {}))
-        name = entry(entry(state_dict, "method", Mapping), "training", str)
+        name = entry(entry(state_dict, "training", Mapping), "training", str)
         if name != self.method.name:
             raise refused(f"it is of {name}, and the training method here is {self.method.name}")
         if self.method.state_is_own and saved.state and not saved.is_own:
-            engine = self.owner.engine
+            engine, saver = self.owner.engine, saved.header
             raise refused(
-                f"it is of rank {saved.rank} of {saved.size}, and this is rank {engine.rank} of "
+                f"it is of rank {saver.rank} of {saver.size}, and this is rank {engine.rank} of "
                 f"{engine.size}: the state of {name} is each rank's own. Save and load it on "
                 "every rank; or take the entry 'training' out, and the method begins anew, best "
                 "from parameters that average_parameters() has made equal"
@@ -382,14 +382,12 @@ class Coordinator:
         if not all(map(is_number, losses)):
             raise refused(f"'losses' is {losses!r} where numbers were expected")
         compression = entry(state_dict, "compression", Mapping)
-        is_mean = bool(entry(state_dict, "consolidated", (bool, int)))
         self.reducer.load_state_dict(compression)
-        saver = {"consolidated": is_mean, "rank": saved.rank, "size": saved.size}
-        self._sent.take_share(self.reducer.engine, saver)
         self.owner.restore(saved, own=self.method.per_rank)
         self._losses.clear()
         self._losses.extend(losses if saved.is_own else ())
-        self._consolidated = (saved.step, dict(compression)) if is_mean else None
+        is_mean, step = saved.header.consolidated, saved.header.step
+        self._consolidated = (step, dict(compression)) if is_mean else None
         self._shapes, self._start, self._has_begun = None, None, False
 
 
@@ -407,13 +405,6 @@ class _SentStore(MemoryStore):
 
     def for_messages(self, like: Array) -> Array:
         return like if self._owner._like is None else self._owner._like
-
-    def take_share(self, engine: Engine, saved: Mapping[str, Any]) -> None:
-        """Multiply residuals that were loaded by what this rank has of them."""
-        own = [(name, key) for name, keys in self.per_rank.items() for key in keys]
-        if own and (factor := share(engine, saved)) != 1:
-            for name, key in own:
-                self.states[name][key] = self.states[name][key] * factor
 
     def forget(self, names: Iterable[str]) -> None:
         """Forget what of these tensors has not been sent yet."""

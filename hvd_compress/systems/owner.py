@@ -12,23 +12,19 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import Member, joined
-from hvd_compress.integrations.checkpoints import entry, refused, whole
+from hvd_compress.reduce.state_file import Header, entry, read_header, refused
 from hvd_compress.requests import Collective
 from hvd_compress.stats import Record
 from hvd_compress.systems.base import Arrays, State
-
-_VERSION = 1
 
 #: an exchange of a system: it yields requests, and returns what becomes of the replies
 Exchange = Generator[Collective, Any, Any]
 
 
 class Saved(NamedTuple):
-    """The checked contents of a checkpoint of a rank of ``size``; ``is_own``: it is this rank's."""
+    """The checked contents of a checkpoint; ``is_own``: it is this rank's."""
 
-    step: int
-    rank: int
-    size: int
+    header: Header
     is_own: bool
     state: State
     arrived: State
@@ -144,15 +140,12 @@ class Owner:
 
     # -- checkpoints -------------------------------------------------------------------------
 
-    def state_dict(self, **more: Any) -> dict[str, Any]:
+    def state_dict(self, *, consolidated: bool = False, **more: Any) -> dict[str, Any]:
         """Return the state for a checkpoint, and ``more``; what is in flight comes in first."""
         self.bring_in()
+        engine, system = self.engine, {"method": self.system}
         return {
-            "version": _VERSION,
-            "system": self.system,
-            "step": self.step,
-            "rank": self.engine.rank,
-            "size": self.engine.size,
+            **Header(system, self.step, engine.rank, engine.size, consolidated).saved(),
             "state": _copied(self.state),
             "arrived": _copied(self._arrived),
             **more,
@@ -167,23 +160,20 @@ class Owner:
         Raises:
             ConfigError: it is of another system or version, or damaged.
         """
-        if (version := whole(state_dict, "version")) != _VERSION:
-            raise refused(f"it has version {version}, not {_VERSION}")
-        if (system := entry(state_dict, "system", str)) != self.system:
+        saved = read_header(state_dict)
+        if (system := saved.method["method"]) != self.system:
             raise refused(f"it is of {system}, and this is {self.system}")
-        rank, size = whole(state_dict, "rank"), whole(state_dict, "size", 1)
         return Saved(
-            whole(state_dict, "step"),
-            rank,
-            size,
-            (rank, size) == (self.engine.rank, self.engine.size),
+            saved,
+            saved.is_own(self.engine),
             _checked(state_dict, "state", check),
             _checked(state_dict, "arrived", check),
         )
 
     def restore(self, saved: Saved, own: Container[str]) -> None:
         """Go on from what was saved; of another rank's, without the keys ``own``."""
-        self._wait, self.step, without = None, saved.step, () if saved.is_own else own
+        self._wait, self.step = None, saved.header.step
+        without = () if saved.is_own else own
         self.state = {key: x for key, x in saved.state.items() if key not in without}
         self._arrived = {key: x for key, x in saved.arrived.items() if key not in without}
 

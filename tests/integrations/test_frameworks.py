@@ -40,7 +40,7 @@ OPTIMIZERS_TORCH = (*OPTIMIZERS, "optimizers_torch", "adam_zero_one_torch", "lar
 OPTIMIZERS_KERAS = (*OPTIMIZERS, "optimizers_keras", "adam_zero_one_keras", "large_batch_keras")
 #: what graphs over MPI must show in each run of the tests
 OVER_MPI = (
-    *("over_mpi_tensorflow", "collectives_tensorflow", "keras_restore.each_rank_takes_its_own"),
+    *("over_mpi_tensorflow", "collectives_tensorflow", "keras_restore.what_waited_counts_once"),
     "keras_restore.what_one_rank_restored_and_sends_counts_once",
     "keras_common.numbers_of_the_optimizer_that_differ_are_an_error",
     "keras_common.weights_that_differ_are_an_error_within_some_steps",
@@ -52,8 +52,7 @@ OVER_MPI = (
     *("parity.two_rounds_follow_the_oracle", "parity.quantised_sums_follow_the_oracle"),
     "parity.neighbours_and_broadcasts_follow_the_oracle",
     *("keras_fit.fit_is_the_oracle", "keras_fit.callbacks_of_horovod"),
-    *("keras_fit.models_are_saved_and_go_on", "keras_fit.consolidation_keeps_the_sum"),
-    "keras_fit.nothing_stays_of_what_is_gone",
+    *("keras_fit.models_are_saved_and_go_on", "keras_fit.nothing_stays_of_what_is_gone"),
     "local_steps_keras.fit_follows_the_lockstep_world",
     "codistillation_keras.predictions_follow_a_reference",
 )

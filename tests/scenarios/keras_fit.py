@@ -339,23 +339,6 @@ def _apply(optimizer, model, steps) -> None:
         optimizer.apply([tf.constant(g) for g in found.values()], model.trainable_variables)
 
 
-@applies(least=2)  # one rank is everybody
-def one_ranks_state_saved_as_everybodys_warns() -> None:
-    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=SPARSE)
-    model, _ = _fit(optimizer)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.keras"
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model.save(path)
-            loaded = hvd_keras.load_model(path, compression=SPARSE)
-        messages = [str(w.message) for w in caught]
-    assert any("compression.consolidate()" in m for m in messages), messages
-    # Each rank has loaded its own.
-    mine = optimizer.compression.states["0"]["residual"].numpy()
-    np.testing.assert_array_equal(loaded.optimizer.compression.states["0"]["residual"], mine)
-
-
 def checkpoints_of_tensorflow() -> None:
     _checkpoint_of_tensorflow(SPARSE)
     # The layers of each model have other numbers in their names, and those of one, dense_99 and
@@ -383,16 +366,6 @@ def _checkpoint_of_tensorflow(method) -> None:
         for r in (run, other):
             train(r, range(4, 8))
         assert_close(other.weights(), run.weights(), 0, 0)
-
-
-def consolidation_keeps_the_sum() -> None:
-    run = train(make(TopK(density=0.05)), range(4))
-    before = run.states()
-    total = {k: hvd.allreduce(tf.constant(v), op=hvd.Sum, name=f"t.{k}") for k, v in before.items()}
-    run.compression.consolidate()
-    assert_same_everywhere(run.states())
-    for key, state in run.states().items():
-        np.testing.assert_allclose(state * hvd.size(), total[key], rtol=1e-5, atol=1e-6)
 
 
 def _scaled_step(model, optimizer):

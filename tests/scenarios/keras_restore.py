@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -82,44 +83,28 @@ def _texts(function: Callable[[], Any]) -> str:
     return "\n".join(str(w.message) for w in caught)
 
 
-def each_rank_takes_its_own() -> None:
-    for way in WAYS.values():
-        run, other = train(make(METHOD), range(3)), make(METHOD)
-        with _folder(everyones=True) as folder:
-            said = _texts(way(run, folder)[0])
-            assert ("compression.consolidate()" in said) == (hvd.size() > 1), said
-            assert "residuals" not in _texts(way(other, folder)[1])
-        for key, x in _waits(run).items():
-            np.testing.assert_array_equal(_waits(other)[key], x)
-        assert int(other.compression.step) == 3
-
-
-def what_rank_0_saved_alone_counts_once() -> None:
+def what_waited_counts_once() -> None:
+    """By each way, if each rank has saved, or rank 0 alone, before or after a consolidation."""
     for name, way in WAYS.items():
-        run, other = train(make(METHOD), range(3)), make(METHOD)
-        with _folder(everyones=False) as folder:
-            if hvd.rank() == 0:
-                _texts(way(run, folder)[0])
-            barrier()
-            said = _texts(way(other, folder)[1])
-        assert ("are lost" in said) == (hvd.rank() > 0), (name, said)
-        _assert_waits(_total(_waits(other)), _of_rank_0(_waits(run)))
-
-
-def what_was_consolidated_is_kept_whole() -> None:
-    for name, way in WAYS.items():
-        run, other = train(make(METHOD), range(3)), make(METHOD)
-        total = _total(_waits(run))
-        run.compression.consolidate()
-        with _folder(everyones=False) as folder:
-            if hvd.rank() == 0:
-                said = _texts(way(run, folder)[0])
-                assert "residuals" not in said, said
-            barrier()
-            said = _texts(way(other, folder)[1])
-        assert "lost" not in said, (name, said)
-        _assert_waits(_total(_waits(other)), total)
-        assert other.compression.is_consolidated
+        for saves in ("each rank", "rank 0", "rank 0, consolidated"):
+            run, other, own = train(make(METHOD), range(3)), make(METHOD), saves == "each rank"
+            expected = _of_rank_0(_waits(run)) if saves == "rank 0" else _total(_waits(run))
+            if is_mean := saves.endswith("consolidated"):
+                run.compression.consolidate()
+            with _folder(everyones=own) as folder:
+                if own or hvd.rank() == 0:
+                    said = _texts(way(run, folder)[0])
+                    warns = hvd.size() > 1 and not is_mean
+                    assert ("compression.consolidate()" in said) == warns, (name, said)
+                barrier()
+                said = _texts(way(other, folder)[1])
+            assert ("are lost" in said) == (saves == "rank 0" and hvd.rank() > 0), (name, said)
+            _assert_waits(_total(_waits(other)), expected)
+            if own:
+                for key, x in _waits(run).items():
+                    np.testing.assert_array_equal(_waits(other)[key], x)
+            assert int(other.compression.step) == 3
+            assert other.compression.is_consolidated == (is_mean or hvd.size() == 1)
 
 
 @applies(least=2)  # nobody to send to
@@ -199,10 +184,18 @@ def what_cannot_be_taken_over_changes_nothing() -> None:
     """Another version, another seed, or a file that is cut off."""
     run = train(make(METHOD), range(2))
     values = run.compression.values()
-    with raises(ConfigError, "version 7"):
-        run.compression.load_values(values | {"version": np.int64(7)})
-    with raises(ConfigError, "configuration of a method"):
-        run.compression.load_values(values | {"method": np.zeros(3, np.uint8)})
+    header = json.loads(values["header"].tobytes())
+    for change, says in (
+        ({"version": 0}, "version 0"),
+        ({"version": 7}, "version 7"),
+        ({"method": {}}, "'method' has no 'method'"),
+        ({"rank": 3, "size": 3}, "by rank 3 of 3"),
+    ):
+        text = np.frombuffer(json.dumps(header | change).encode(), np.uint8)
+        with raises(ConfigError, says):
+            run.compression.load_values(values | {"header": text})
+    with raises(ConfigError, "no text in JSON"):
+        run.compression.load_values(values | {"header": np.zeros(3, np.uint8)})
     drawn = make(RandomK(density=0.05), seed=3)
     with raises(ConfigError, "seed=3", "seed=0"):
         make(RandomK(density=0.05)).compression.load_values(drawn.compression.values())
@@ -218,30 +211,3 @@ def _serialized(run: Any) -> bytes:
     found: list[bytes] = []
     _texts(lambda: found.append(run.compression.serialize()))
     return found[0]
-
-
-class _Old(tf.Module):
-    """The form of a checkpoint before states had a version."""
-
-    def __init__(self, compression: Any) -> None:
-        super().__init__()
-        self.step = compression.step
-        self.states = compression.states
-
-
-def files_of_older_versions() -> None:
-    """A Keras file says by whom it was saved, and is taken; a checkpoint does not."""
-    run, other = train(make(METHOD), range(2)), make(METHOD)
-    values = run.compression.values()
-    for name in ("version", "method", "seed"):
-        del values[name]
-    other.compression.load_values(values)
-    _assert_waits(_waits(other), _waits(run))
-    with _folder(everyones=True) as folder:
-        path = str(folder / "checkpoint")
-        tf.train.Checkpoint(compression=_Old(run.compression)).write(path)
-        before = other.compression.values()
-        with raises(ConfigError, "older version", "without the compression"):
-            tf.train.Checkpoint(compression=other.compression).read(path)
-        for key, x in other.compression.values().items():
-            np.testing.assert_array_equal(x, before[key], err_msg=key)

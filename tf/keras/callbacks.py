@@ -13,9 +13,9 @@ from tensorflow import keras
 from hvd_compress.config import check_between, check_choice, check_whole, is_number
 from hvd_compress.errors import ConfigError
 
-from ..binding import native
 from ..contexts import check_device
 from ..optimizer import CompressedOptimizer, is_tf_keras
+from ..slots import native
 
 _Callback: TypeAlias = keras.callbacks.Callback
 

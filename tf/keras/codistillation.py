@@ -22,8 +22,8 @@ from hvd_compress.systems.teachers import Codistiller
 from hvd_compress.systems.teachers.facade import ModelWithTeachers, documented
 from hvd_compress.systems.teachers.losses import Functions, losses_over, target
 
-from ..binding import native
 from ..contexts import check_context
+from ..slots import native
 
 #: those of :mod:`hvd_compress.systems.teachers.losses`
 LOSSES = losses_over(

@@ -22,10 +22,10 @@ from hvd_compress.systems import Coordinator, TrainingMethod
 from hvd_compress.systems.base import Arrays, as_training_method
 from hvd_compress.systems.rounds.factories import factories_of
 
-from ..binding import native
 from ..contexts import check_context
 from ..loss_scaling import NotInLossScaling
 from ..optimizer import CompressedOptimizer, is_keras_3, made_like
+from ..slots import native
 
 _NO_SCALING = (
     "local steps and loss scaling do not go together in Keras, since a rank alone cannot skip a "

@@ -14,7 +14,8 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers import Formula, Now
 from hvd_compress.optimizers.base import documented
 
-from ..binding import Binding, native
+from ..binding import Binding
+from ..slots import native
 
 #: what Keras calls options of formulas; ``betas`` are two
 NAMES = {"lr": "learning_rate", "betas": "beta_1 and beta_2", "eps": "epsilon"}

@@ -13,7 +13,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers import Now
 from hvd_compress.optimizers.demo import NO_MOMENTUM, NO_ROWS
 
-from ..binding import native
+from ..slots import native
 from .optimizer_host import FormulaOptimizer, PartnerOptimizer
 
 

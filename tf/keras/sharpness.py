@@ -11,7 +11,7 @@ from hvd_compress import optimizers
 from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers.sharpness import averaged, option
 
-from ..binding import native
+from ..slots import native
 
 Average = Callable[[tf.Tensor], tf.Tensor]
 

@@ -12,8 +12,9 @@ from hvd_compress import optimizers
 from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers import Now
 
-from ..binding import Binding, native
+from ..binding import Binding
 from ..saved_state import state_on_disk
+from ..slots import native
 from .optimizer_host import PartnerOptimizer
 
 

@@ -25,7 +25,7 @@ from hvd_compress.mpi.process_sets import ProcessSet, communicator_of, global_pr
 from hvd_compress.mpi.process_sets import rank as rank
 from hvd_compress.mpi.process_sets import size as size
 
-from ..binding import native
+from ..slots import native
 from .nodes import node
 
 #: as Horovod calls it

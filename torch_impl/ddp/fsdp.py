@@ -24,10 +24,10 @@ import torch.distributed as dist
 from hvd_compress.agreement import Terms, differences, encode, listed
 from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError, MismatchError
-from hvd_compress.integrations.checkpoints import entry, refused
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import PowerSGD, as_fixed
 from hvd_compress.reduce import Reducer
+from hvd_compress.reduce.state_file import entry, refused
 from hvd_compress.stats import Stats
 
 from ..amp import NO_SCALE, refuse_scale, running_scale, watch_scale

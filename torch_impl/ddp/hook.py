@@ -27,10 +27,10 @@ from hvd_compress.config import check_between, check_choice
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.named import Op
 from hvd_compress.errors import ConfigError
-from hvd_compress.integrations.checkpoints import entry, refused
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import Reducer
+from hvd_compress.reduce.state_file import entry, refused
 from hvd_compress.stats import Stats
 
 from ..amp import NO_SCALE, current_pass, refuse_scale, running_scale, watch_scale

@@ -9,22 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from hvd_compress.config import is_number, is_whole
-from hvd_compress.integrations.checkpoints import (
-    check_array,
-    entry,
-    epoch_in,
-    refused,
-    saver_in,
-    whole,
-)
 from hvd_compress.optimizers import Formula
+from hvd_compress.reduce.state_file import Header, check_array, entry, read_header, refused
 
 from .optimizer_host import FormulaOptimizer
 from .store import PREFIX
 
 #: under which a state dict says what it is
 KEY = "hvd_compress"
-VERSION = 1
 #: entries that SGD and Adam's family have for each parameter, as large as it
 BUFFERS = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
@@ -37,23 +29,16 @@ class Entries(NamedTuple):
     have_buffer: bool
 
 
-def checked_header(saved: Any) -> dict[str, Any]:
-    """Return what :func:`state_dict` says of itself; empty for the state dict of a plain
-    optimizer."""
+def checked_header(state_dict: Any, parameters: int) -> tuple[Header | None, set[int]]:
+    """Return what :func:`state_dict` says of itself, ``None`` for the state dict of a plain
+    optimizer, and the places of parameters whose gradients are rows."""
+    saved = state_dict.get(KEY) if isinstance(state_dict, Mapping) else None
     if saved is None:
-        return {}
-    if (version := whole(saved, "version")) != VERSION:
-        raise refused(f"it has version {version}; known is {VERSION}")
+        return None, set()
     sparse = entry(saved, "sparse", (list, tuple))
-    if not all(map(is_whole, sparse)):
-        raise refused(f"'sparse' is {sparse!r} where places of parameters were expected")
-    return saver_in(saved) | {
-        "sparse": list(sparse),
-        "step": whole(saved, "step"),
-        "epoch": epoch_in(saved),
-        "seed": whole(saved, "seed", -(2**63)),
-        "choice": saved.get("choice"),
-    }
+    if not all(map(is_whole, sparse)) or not set(sparse) <= set(range(parameters)):
+        raise refused(f"'sparse' is {sparse!r} where places of {parameters} parameters belong")
+    return read_header(saved), set(sparse)
 
 
 def checked_entries(optimizer: Any, state_dict: Any) -> tuple[dict[str, Any], dict[int, Entries]]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,18 +25,13 @@ import torch
 from hvd_compress.base import Compressor, State
 from hvd_compress.engines.named import ProcessSetEngine
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.integrations.checkpoints import (
-    check_array,
-    refused,
-    share,
-    unconsolidated,
-)
 from hvd_compress.methods.rows import rows_state
+from hvd_compress.reduce.state_file import header_of, refused, restored, unconsolidated
 
 from .. import backend
 from ..parameters import gradient_dtype
 from ..plain import kind_without_bytes
-from .checked_state import KEY, VERSION, Entries, checked_entries, checked_header
+from .checked_state import KEY, Entries, checked_entries, checked_header
 from .store import PREFIX, per_rank_of
 
 
@@ -78,16 +72,8 @@ def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
         if entries:
             result["state"][index] = result["state"].get(index, {}) | entries
     result[KEY] = {
-        "version": VERSION,
-        "method": binding.reducer.compression.to_config(),
-        **({} if binding.reducer.chooser is None else {"choice": binding.reducer.chooser.state()}),
+        **header_of(binding.reducer, binding.is_consolidated and not own),
         "sparse": [index for index, p in enumerate(parameters) if p in binding.store.sparse],
-        "consolidated": binding.is_consolidated and not own,
-        "rank": binding.engine.rank,
-        "size": binding.engine.size,
-        "step": binding.step,
-        "epoch": binding.epoch,
-        "seed": binding.seed,
     }
     return result
 
@@ -138,14 +124,11 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
     self.check_parameters()
     self.check_at_rest("optimizer.load_state_dict()")
     binding, parameters = self.compression, _parameters(self)
-    saved = checked_header(state_dict.get(KEY) if isinstance(state_dict, Mapping) else None)
+    saved, sparse = checked_header(state_dict, len(parameters))
     plain, ours = checked_entries(self, state_dict)
-    sparse = set(saved.get("sparse", []))
-    if not sparse <= set(range(len(parameters))):
-        raise refused(f"'sparse' has {sorted(sparse)}, and there are {len(parameters)} parameters")
-    factor = 1.0 if exact else share(binding.engine, saved)
+    factor = 1.0 if exact or saved is None else saved.share(binding.engine)
     reducer = binding.reducer
-    chooser = reducer.chooser and reducer.chooser.read(saved.get("choice"))
+    chooser = reducer.chooser and reducer.chooser.read(saved and saved.choice)
     method = reducer.method if chooser is None else chooser.method
     states = {
         parameters[place]: _loaded_state(
@@ -163,9 +146,9 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
     binding.forget_groups()
     if chooser is not None:
         reducer.take_chooser(chooser)
-    reducer.step = saved.get("step", 0)
-    reducer.epoch = saved.get("epoch", reducer.epoch)
-    reducer.seed = saved.get("seed", reducer.seed)
+    reducer.step = 0
+    if saved is not None:
+        reducer.step, reducer.epoch, reducer.seed = saved.step, saved.epoch, saved.seed
     binding.store.sparse = {parameters[index] for index in sparse}
     for p, state in states.items():
         binding.store.set_state(p, state)
@@ -181,34 +164,27 @@ def _loaded_state(
     factor: float,
 ) -> State:
     """Return this package's state of a parameter from loaded entries; ``whole`` is the method of
-    all parameters, and ``factor`` that of :func:`checkpoints.share`."""
-    name = optimizer._parameter_names[p]
+    all parameters, and ``factor`` this rank's share of what differs between ranks."""
+    name, like = optimizer._parameter_names[p], p.detach()
     method = whole.for_tensor(name, tuple(p.shape))
-    fresh = method.init(p.detach())
-    flat = backend.widen(p)
-    common = method.common(p.detach())
-    if 0 < len(missing := sorted(common.keys() - entries.values.keys())) < len(common):
-        raise refused(f"the state of {name!r} has no {missing[0]!r}, but the others of its kind")
-    templates = {**fresh, **common, "decay": p.detach().view(-1)}
-    templates |= {"velocity": flat} | rows_state(method, p.detach()) if is_sparse else {}
-    state = dict(fresh) if entries.values else {}
+    templates = {**method.init(like), **method.common(like), "decay": like.view(-1)}
+    if is_sparse:
+        templates |= {"velocity": backend.widen(like), **rows_state(method, like)}
     per_rank = per_rank_of(method, p, is_sparse)
-    for key, x in entries.values.items():
-        if key not in templates:
-            # A velocity that is a momentum buffer too goes on as the optimizer's own momentum.
-            if key != "velocity" or not entries.have_buffer:
-                warnings.warn(f"{method.name} has no use for {key!r}: dropped", stacklevel=3)
-            continue
-        if not isinstance(x, torch.Tensor):
-            raise refused(f"{key!r} of {name!r} is {x!r} where a tensor was expected")
-        like, what = templates[key], f"{key!r} of {name!r}"
-        check_array(what, x, like.numel())
-        loaded = x.detach().to(like.device, like.dtype, copy=True)
-        state[key] = check_array(what, loaded).view(like.shape)  # which may have less room
-        if key in per_rank:
-            state[key] *= factor
-    # Even if it is this rank's own: that of others may be lost.
-    return method.repaired(p.detach(), state) if state else state
+    state, dropped = restored(
+        *(name, method, like, entries.values, templates, per_rank, factor, _placed)
+    )
+    for key in dropped:
+        # A velocity that is a momentum buffer too goes on as the optimizer's own momentum.
+        if key != "velocity" or not entries.have_buffer:
+            warnings.warn(f"{method.name} has no use for {key!r}: dropped", stacklevel=3)
+    return state
+
+
+def _placed(x: Any, like: torch.Tensor) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        raise refused(f"it has {x!r} where a tensor was expected")
+    return x.detach().to(like.device, like.dtype, copy=True).view(like.shape)
 
 
 def adopt_momentum_buffers(optimizer: Any) -> None:

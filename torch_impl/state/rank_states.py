@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvd_compress.integrations.checkpoints import entry, refused
+from hvd_compress.reduce.state_file import entry, refused
 
 States = dict[str, dict[str, torch.Tensor]]
 KEY = "ranks"
@@ -56,4 +56,6 @@ def own(saved: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
                     states[name][key] = torch.stack(theirs).mean(0)
     except (LookupError, TypeError, RuntimeError) as error:
         raise refused(f"the states of ranks differ: {error!r}") from error
-    return {**{key: x for key, x in saved.items() if key != KEY}, "states": states}
+    is_mean = len(everyones) != size
+    header = {"consolidated": is_mean, "rank": rank, "size": size}
+    return {**{key: x for key, x in saved.items() if key != KEY}, **header, "states": states}

@@ -10,7 +10,7 @@ import torch
 
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import CompressionError, ConfigError, MismatchError, UnsupportedError
-from hvd_compress.integrations.checkpoints import refused
+from hvd_compress.reduce.state_file import refused
 
 from ..ddp.replica_engine import ReplicaEngine
 from ..eager import run_eagerly
