@@ -173,12 +173,11 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
 
     #: what is sent is scaled, so that its expectation is the gradient
     unbiased: bool = False
-    #: the names of its state, arrays of any size; unique within a chain
+    #: the names of its state, arrays of any size, and of what :meth:`common` returns; unique within
+    #: a chain
     keys: ClassVar[tuple[str, ...]] = ()
     #: the state differs between ranks
     per_rank: ClassVar[bool] = True
-    #: the names of what :meth:`common` returns
-    common_keys: ClassVar[tuple[str, ...]] = ()
 
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         """Return the state before the first exchange of a tensor of ``shape``; ``x`` is the tensor,
@@ -224,7 +223,8 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
 
 class _Sending(NamedTuple):
     """A gradient on its way: what the aggregator gets, flat; its state; the states of the
-    transforms; the state before the step; and the context, with the gradient's dtype and shape."""
+    transforms, and what they were before the step; and the context, with the gradient's dtype and
+    shape."""
 
     x: Array
     own: State
@@ -267,7 +267,7 @@ class Chain(Compressor, name="chain"):
                 raise ConfigError(f"{transform!r} is not a transform; aggregators go behind via=")
         if not isinstance(self.via, Aggregator):
             raise ConfigError(f"via={self.via!r} is not an aggregator: allreduce() or allgather()")
-        keys = [key for part in self._parts for key in part.keys] + [*self.via.common_keys]
+        keys = [key for part in self._parts for key in part.keys]
         for i, transform in enumerate(self.transforms):
             earlier = next((t for t in self.transforms[:i] if t.feeds_back), None)
             if transform.of_gradients and earlier:
@@ -338,7 +338,7 @@ class Chain(Compressor, name="chain"):
         xp.check_gradient(gradient, context.in_place)
         form = None if context.scratch is None else self._fused(context)
         if form is not None:
-            old = self._of_parts(state)
+            old = {key: state[key] for part in self._parts for key in part.keys}
             if (joint := form.request(gradient, old, context)) is not None:
                 return (yield joint)
         sending = self._sending(gradient, state, context)
@@ -394,10 +394,6 @@ class Chain(Compressor, name="chain"):
         coding = self.via.coding(xp.size(x), context)
         return xp.restore(coding.decode([message], x, context, [context.rank]).total, like)
 
-    def _of_parts(self, state: State) -> State:
-        # Bindings keep arrays of their own beside these.
-        return {key: state[key] for part in self._parts for key in part.keys}
-
     def _sending(self, gradient: Array, state: State, context: Context) -> _Sending:
         """Apply the transforms."""
         xp = backend_of(gradient)
@@ -410,12 +406,13 @@ class Chain(Compressor, name="chain"):
         fresh = x
         x = xp.choose(xp.all_finite(x), lambda: fresh, lambda: xp.full_like(fresh, math.nan))
 
-        own = {key: state[key] for key in self.via.keys}
-        own |= {key: state[key] for key in self.via.common_keys if key in state}
+        # Bindings keep arrays of their own beside these, and what is common may not be there yet.
+        own = {key: state[key] for key in self.via.keys if key in state}
+        old = {key: state[key] for transform in self.transforms for key in transform.keys}
         context = context._replace(dtype=xp.dtype(gradient), shape=xp.shape(gradient))
         if any(transform.feeds_back for transform in self.transforms):
             self.via.check_feedback(context.shape, context)
-        return _Sending(x, own, states, self._of_parts(state), context)
+        return _Sending(x, own, states, old, context)
 
     def _before(self, sending: _Sending, state: State) -> State:
         """The state before the step, with the entries that the aggregator has returned."""

@@ -64,7 +64,6 @@ class Binding(tf.train.experimental.PythonState):
         method: the compressor.
         step, epoch: of the next exchange; variables.
         states: variables by index of the slot and key.
-        sharing: indices of the slots that have something in common with others.
         consolidated_at: the step at which all ranks had the same.
         consolidate_call, serves_all: what gives all ranks the same, and whether they have it.
         on_behalf: others whose messages count here as well.
@@ -583,11 +582,9 @@ class Binding(tf.train.experimental.PythonState):
         gradients: they are in the state of the first."""
         homes: dict[Kind, int] = {}
         self._home_of: tuple[int, ...] = ()
-        self.sharing: frozenset[int] = frozenset()
         for i, slot in enumerate(self.slots):
             common = self.method_for(slot).common(tf.zeros(slot.shape, slot.dtype))
             self._home_of += (homes.setdefault(look_of(common), i) if common else i,)
-            self.sharing |= {i} if common else set()
         states: dict[str, dict[str, tf.Variable]] = {}
         for i, slot in enumerate(self.slots):
             name = re.sub(r"[^\w.-]", ".", slot.name)

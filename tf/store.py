@@ -60,9 +60,6 @@ class VariableStore(Store):
     def state_for(self, name: str, gradient: Any, method: Compressor) -> State:
         return self.get(name)
 
-    def shares(self, name: str) -> bool:  # else the graph would have zeros for each tensor
-        return self.slots[name] in self._binding.sharing
-
     def _variables(self, name: str) -> dict[str, tf.Variable]:
         return self._binding.states[str(self._places[name])]
 

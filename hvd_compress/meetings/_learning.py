@@ -35,7 +35,6 @@ _DECAY = 0.9
 _ALIKE, _LOST = 0.05, 0.95
 #: avoids 0 / 0
 _TINY = 1e-30
-_KEYS = ("autoencoder", "first_moment", "second_moment", "quality")
 
 
 def settled_after(settled: Start | None, start: Start) -> Start:
@@ -146,6 +145,7 @@ class Learned(Aggregator):
     )
     autoencoder: str = "shared"
 
+    keys = ("autoencoder", "first_moment", "second_moment", "quality")
     per_rank = False
     decoders: ClassVar[int] = 1
     innovation: ClassVar[float] = 0.0
@@ -164,14 +164,6 @@ class Learned(Aggregator):
     @property
     def _is_shared(self) -> bool:
         return self.autoencoder == "shared"
-
-    @property
-    def keys(self) -> tuple[str, ...]:  # type: ignore[override]
-        return () if self._is_shared else _KEYS
-
-    @property
-    def common_keys(self) -> tuple[str, ...]:  # type: ignore[override]
-        return _KEYS if self._is_shared else ()
 
     def fits(self, n: int) -> bool:
         """Return whether enough of ``n`` elements are selected for the autoencoder, and not all."""

@@ -51,10 +51,6 @@ class dense_until(Aggregator, name="dense_until"):
     def unbiased(self) -> bool:  # type: ignore[override]
         return self.via.unbiased
 
-    @property
-    def common_keys(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.via.common_keys
-
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         return self.via.init(x, shape)
 
@@ -69,7 +65,7 @@ class dense_until(Aggregator, name="dense_until"):
     ) -> Generator[Request, Any, Aggregated]:
         if started(self.start, context.step, context.epoch):
             return (yield from self.via.aggregate(x, state, context))
-        own = {key: state[key] for key in self.keys}
+        own = {key: state[key] for key in self.keys if key in state}
         return (yield from summed(x, own, context))
 
     def fused(self, transforms: Sequence[Transform], context: Context) -> Joins | None:

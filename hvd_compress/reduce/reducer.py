@@ -520,9 +520,8 @@ class Reducer:
             return exchange
         method = self.method.for_tensor(name, backend_of(gradient).shape(gradient))
         state = store.state_for(name, gradient, method)
-        if store.shares(name):
-            state = {**state, **self.homes.hand(name, lambda: method.common(gradient))}
-        return method.exchange(gradient, state, context)
+        common = self.homes.hand(name, lambda: method.common(gradient))
+        return method.exchange(gradient, {**state, **common}, context)
 
     def _terms(self) -> Terms:
         return self.store.terms(

@@ -70,10 +70,6 @@ class Store(abc.ABC):
             'of "auto"'
         )
 
-    def shares(self, name: str) -> bool:
-        """Return whether a tensor may have entries in common with others."""
-        return True
-
     # -- gradients -----------------------------------------------------------------------------
 
     def prepared(self, name: str, gradient: Array, context: Context) -> Array:
