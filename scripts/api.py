@@ -40,7 +40,12 @@ WORLD = f"from {ALL}.engines.lockstep import World"
 TORCH = ("import torch", f"import {ALL}.torch as hvd")
 KERAS = ("import keras", "import tensorflow as tf", f"import {ALL}.tensorflow.keras as hvd")
 PAGES = (
-    Page("methods", "Methods and schedules", (f"{ALL}.methods", f"{ALL}.schedules"), (WORLD,)),
+    Page(
+        "methods",
+        "Methods and schedules",
+        (f"{ALL}.methods", f"{ALL}.learned", f"{ALL}.schedules"),
+        (WORLD,),
+    ),
     Page("errors", "Errors", (f"{ALL}.errors",), (f"import {ALL} as hvd", WORLD)),
     Page(
         "core",

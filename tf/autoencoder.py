@@ -1,5 +1,5 @@
 """The autoencoder of LGC in TensorFlow, in graphs as well; see
-:class:`hvd_compress.autoencoder.Network`."""
+:class:`hvd_compress.learned.layout.Network`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from hvd_compress.autoencoder import SLOPE, network
+from hvd_compress.learned import network
+from hvd_compress.learned.layout import SLOPE
 
 Tensor: TypeAlias = tf.Tensor
 

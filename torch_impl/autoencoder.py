@@ -1,5 +1,5 @@
 """The autoencoder of LGC in PyTorch, on the device of its weights; see
-:class:`hvd_compress.autoencoder.Network`."""
+:class:`hvd_compress.learned.layout.Network`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from hvd_compress.autoencoder import SLOPE, network
+from hvd_compress.learned import network
+from hvd_compress.learned.layout import SLOPE
 
 Tensor = torch.Tensor
 

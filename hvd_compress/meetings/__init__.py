@@ -15,7 +15,6 @@ from hvd_compress.meetings.drawn import drawn
 from hvd_compress.meetings.elements import elements
 from hvd_compress.meetings.gather_drawn import gather_drawn
 from hvd_compress.meetings.leader_top_k import leader_top_k
-from hvd_compress.meetings.learned import learned_allreduce, learned_server
 from hvd_compress.meetings.ok_topk import ok_topk
 from hvd_compress.meetings.power_sgd import power_sgd
 from hvd_compress.meetings.whole import whole
@@ -31,8 +30,6 @@ __all__ = [
     "elements",
     "gather_drawn",
     "leader_top_k",
-    "learned_allreduce",
-    "learned_server",
     "ok_topk",
     "power_sgd",
     "whole",

@@ -39,7 +39,6 @@ from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.ef21 import EF21
 from hvd_compress.methods.float8 import FP8
-from hvd_compress.methods.learned import LGC
 from hvd_compress.methods.linear import LinearQuantization
 from hvd_compress.methods.ok_topk import OkTopk
 from hvd_compress.methods.one_bit import OneBit
@@ -59,7 +58,6 @@ __all__ = [
     "EF21",
     "FP8",
     "FP16",
-    "LGC",
     "QSGD",
     "DeMoCompression",
     "EFSignSGD",

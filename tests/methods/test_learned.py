@@ -10,14 +10,21 @@ import tensorflow as tf
 import torch
 
 from hvd_compress import LGC, After, ConfigError, Context, Gather, PoorFit, Sum
-from hvd_compress.autoencoder import first_weights, latent_size, lengths, numpy_network
-from hvd_compress.autoencoder.layout import DECODER, ENCODER, last_layer
-from hvd_compress.blocks import chain, fading_memory, learned_allreduce, learned_server, top_k
+from hvd_compress.blocks import chain, fading_memory, top_k
 from hvd_compress.engines.base import alone, watched
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
-from hvd_compress.meetings._leader import Selection, leaders_choice
+from hvd_compress.learned import learned_allreduce, learned_server, numpy_network
+from hvd_compress.learned.layout import (
+    DECODER,
+    ENCODER,
+    first_weights,
+    last_layer,
+    latent_size,
+    lengths,
+)
+from hvd_compress.meetings.leader_top_k import Selection, leaders_choice
 from hvd_compress.stats import Record
 from hvd_compress.tensorflow import autoencoder as tensorflow_network
 from hvd_compress.torch import autoencoder as torch_network
@@ -141,8 +148,8 @@ class Linear:
 
 
 def test_a_linear_network_decodes_the_mean_to_the_mean(monkeypatch):
-    monkeypatch.setattr("hvd_compress.meetings.learned.network_of", lambda x: Linear)
-    monkeypatch.setattr("hvd_compress.meetings.learned.numpy_network", Linear)
+    monkeypatch.setattr("hvd_compress.learned.aggregators.network_of", lambda x: Linear)
+    monkeypatch.setattr("hvd_compress.learned.aggregators.numpy_network", Linear)
     method = chain(via=learned_allreduce(0.04, start=0))
     gradients = [x.astype(np.float64) for x in alike(0)]
     outcome = World(method, 3).exchange(gradients)[0]
@@ -324,8 +331,8 @@ def two_tensors(step, ranks=3, dtype=np.float64):
 
 
 def test_one_network_for_two_tensors_by_hand(monkeypatch):
-    monkeypatch.setattr("hvd_compress.meetings.learned.network_of", lambda x: Linear)
-    monkeypatch.setattr("hvd_compress.meetings.learned.numpy_network", Linear)
+    monkeypatch.setattr("hvd_compress.learned.aggregators.network_of", lambda x: Linear)
+    monkeypatch.setattr("hvd_compress.learned.aggregators.numpy_network", Linear)
     method = chain(via=learned_allreduce(0.04, start=0))
     world = World(method, 3)
     for step in (0, 1):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hvd_compress.autoencoder.layout import (
+from hvd_compress.learned.layout import (
     DECODER,
     ENCODER,
     SLOPE,

@@ -12,13 +12,9 @@ from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice, converted
 from hvd_compress.errors import ConfigError
-from hvd_compress.meetings import (
-    dense_until,
-    leader_top_k,
-    learned_allreduce,
-    learned_server,
-)
-from hvd_compress.meetings._learning import settled_after
+from hvd_compress.learned.aggregators import learned_allreduce, learned_server
+from hvd_compress.learned.learning import settled_after
+from hvd_compress.meetings import dense_until, leader_top_k
 from hvd_compress.methods.chained import OfVelocities
 from hvd_compress.schedules import After, Start, as_start, started
 from hvd_compress.transforms import fading_memory
@@ -68,7 +64,7 @@ class LGC(OfVelocities, name="lgc"):
         settled: when all ranks have the weights of rank 0, like ``code``; ``None``: three steps, or
             an epoch, after that.
         via: "allreduce": latents are averaged.  "server": the leader's latent stands for all, and
-            every rank adds its largest values; see ``meetings/learned.py``.
+            every rank adds its largest values; see ``learned_server``.
         innovation: with "server", the fraction of the selected values that every rank sends beside
             the latent.
         decoders: with "server", their number; ``None`` is one.

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.autoencoder import latent_size, network_of, numpy_network
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.chain import Aggregated
@@ -16,8 +15,9 @@ from hvd_compress.codecs.frame import coded_size, decode_coded
 from hvd_compress.codecs.plain import plain
 from hvd_compress.config import check_fraction, is_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.meetings._leader import joined
-from hvd_compress.meetings._learning import (
+from hvd_compress.learned import numpy_network
+from hvd_compress.learned.layout import latent_size
+from hvd_compress.learned.learning import (
     Learned,
     Part,
     bounds,
@@ -25,6 +25,8 @@ from hvd_compress.meetings._learning import (
     product,
     selected,
 )
+from hvd_compress.learned.network import network_of
+from hvd_compress.meetings.leader_top_k import joined
 from hvd_compress.operators.top_k import count
 from hvd_compress.requests import Gather, Request, Sum
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
@@ -44,8 +46,8 @@ class learned_allreduce(Learned, name="learned_allreduce"):
     from each rank; both are numbers of each tensor.  Every rank counts as having sent the common
     result.
 
-    Options: ``density``, ``start``, ``rate``, ``settled`` and ``autoencoder``, as
-    for :class:`learned_server`.
+    Options: ``density``, ``start``, ``rate``, ``settled`` and ``autoencoder``, as for
+    :class:`learned_server`.
 
     Reference: the ring-allreduce instance of Abrahamyan, Chen, Bekoulis and Deligiannis, IEEE
     TNNLS 2021.  Differs from it in: the leader's scale, and a, without which an error could be
@@ -53,6 +55,7 @@ class learned_allreduce(Learned, name="learned_allreduce"):
 
     What rank 0 sends in a step of training, and in one after it, in bytes; k = 100 float64:
 
+    >>> from hvd_compress.blocks import chain
     >>> via = learned_allreduce(density=0.1, start=5, settled=6)
     >>> world, x = World(chain(via=via), size=2), np.sin(np.arange(1000.0))
     >>> sent = [world.record.bytes_sent for step in range(8) if world.exchange([x, x])]
@@ -125,6 +128,7 @@ class learned_server(Learned, name="learned_server"):
 
     What rank 0 sends in a step of training, and in one after it, in bytes; k = 100 float64:
 
+    >>> from hvd_compress.blocks import chain
     >>> via = learned_server(density=0.1, start=5, settled=6)
     >>> world, x = World(chain(via=via), size=2), np.sin(np.arange(1000.0))
     >>> sent = [world.record.bytes_sent for step in range(8) if world.exchange([x, x])]

@@ -1,12 +1,27 @@
-"""The autoencoder and its loss over the layers of a framework that derives gradients itself."""
+"""The autoencoder: the network for arrays of a kind, and the network and its loss over the layers
+of a framework that derives gradients itself."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hvd_compress.autoencoder.layout import DECODER, ENCODER, Array, stretched, unpacked
 from hvd_compress.backends import backend_of
+from hvd_compress.backends.base import library_of
+from hvd_compress.learned.layout import DECODER, ENCODER, Array, stretched, unpacked
+
+_MODULES = {
+    "numpy": "hvd_compress.learned.numpy_network",
+    "torch": "hvd_compress.torch.autoencoder",
+    "tensorflow": "hvd_compress.tensorflow.autoencoder",
+}
+
+
+def network_of(x: Array) -> Any:
+    """Return the module with the functions of :class:`~hvd_compress.learned.layout.Network`
+    for arrays such as ``x``: NumPy's, or the framework's that the array belongs to."""
+    return importlib.import_module(_MODULES[library_of(type(x))])
 
 
 class Layers(NamedTuple):
@@ -27,7 +42,7 @@ class Layers(NamedTuple):
 
 
 def encoded(nn: Layers, weights: Array, values: Array) -> Array:
-    """Return the latents of values; see :class:`~hvd_compress.autoencoder.Network`."""
+    """Return the latents of values; see :class:`~hvd_compress.learned.layout.Network`."""
     xp = backend_of(weights)
     parameters = unpacked(weights, xp.size(weights), False, xp.reshape).encoder
     return _encoded(nn, parameters, values)
@@ -36,7 +51,7 @@ def encoded(nn: Layers, weights: Array, values: Array) -> Array:
 def loss(
     nn: Layers, weights: Array, values: Array, innovations: Array | None, leader: Any
 ) -> tuple[Array, Array]:
-    """Return ``(loss, decoded)``; see :class:`~hvd_compress.autoencoder.Network`."""
+    """Return ``(loss, decoded)``; see :class:`~hvd_compress.learned.layout.Network`."""
     xp = backend_of(weights)
     encoder, decoders = unpacked(weights, xp.size(weights), innovations is not None, xp.reshape)
     ranks, n = xp.shape(values)

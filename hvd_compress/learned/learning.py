@@ -13,7 +13,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from hvd_compress.autoencoder import LEAST, first_weights, network_of
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator
@@ -21,7 +20,9 @@ from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plain import plain
 from hvd_compress.config import check_choice, check_fraction, converted
 from hvd_compress.errors import ConfigError, PoorFit
-from hvd_compress.meetings._leader import Selection, joined, leaders_choice
+from hvd_compress.learned.layout import LEAST, first_weights
+from hvd_compress.learned.network import network_of
+from hvd_compress.meetings.leader_top_k import Selection, joined, leaders_choice
 from hvd_compress.operators import top_k
 from hvd_compress.operators.top_k import count
 from hvd_compress.requests import Gather, Joint, Request, Sum

@@ -1,0 +1,11 @@
+"""LGC, whose autoencoder the ranks train on their gradients and then send latents of.
+
+A network is a module with the functions of :class:`~hvd_compress.learned.layout.Network`;
+each framework has its own.  All weights are one flat array that begins alike everywhere, so that
+frameworks can be compared, and checkpoints loaded by another one.
+"""
+
+from hvd_compress.learned.aggregators import learned_allreduce, learned_server
+from hvd_compress.learned.lgc import LGC
+
+__all__ = ["LGC", "learned_allreduce", "learned_server"]
