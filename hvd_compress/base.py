@@ -241,19 +241,14 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     #: but for schedules, exchanges of a tensor request the same in every step, so that a reducer
     #: may leave out what it has seen in the step before
     is_steady: ClassVar[bool] = False
-    #: the method applies momentum and weight decay in the optimizer's place
-    takes_momentum: ClassVar[bool] = False
-    #: the momentum and Nesterov flag that such a method applies; ``None`` means the optimizer's.
-    #: Methods have these as options
+    #: the momentum and Nesterov flag that a method that takes momentum applies; ``None`` means the
+    #: optimizer's.  Methods have these as options
     momentum: float | None = None
     nesterov: bool | None = None
     #: how such a method applies weight decay, "separate" or "gradient"; ``None``: it does not
     weight_decay: str | None = None
     #: the transforms of a method that is a chain, applied to a gradient before the exchange
     transforms: tuple[Any, ...] = ()
-    #: the momentum of such a method is a moving average, in units of a gradient, where that of SGD
-    #: adds up to 1 / (1 - momentum) times as much; weight decay has to be scaled accordingly
-    averages_momentum: ClassVar[bool] = False
     #: the name of the optimizer class that the method needs, if its result is not a gradient
     partner: ClassVar[str | None] = None
     #: the names of the kinds of steps, if the method has several
@@ -346,11 +341,6 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         """Return the index into ``phases`` (int32) of a step; ``step`` counts from 1, and may be a
         symbol."""
         raise UnsupportedError(f"{self.name} does the same in every step: it has no phases")
-
-    @property
-    def needs_gradient_norm(self) -> bool:
-        """Whether an exchange needs the norm of the whole gradient, and so the end of backward."""
-        return False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_config, (self.to_config(),)  # a copy is not bound to anything

@@ -49,19 +49,13 @@ class Transform(Configurable, kind="block"):
 
     #: the names of its state, arrays as large as the gradient; unique within a chain
     keys: ClassVar[tuple[str, ...]] = ()
-    #: the transform uses ``context.gradient_norm``, which is known only after the backward pass
-    needs_gradient_norm: ClassVar[bool] = False
     #: the state differs between ranks
     per_rank: ClassVar[bool] = True
     #: keys of the state that are equal on all ranks even so
     shared: ClassVar[tuple[str, ...]] = ()
-    #: the transform applies the optimizer's momentum, unless it has its own: see
-    #: :class:`hvd_compress.base.Compressor`
-    takes_momentum: ClassVar[bool] = False
+    #: of a transform that takes momentum; ``None`` means the optimizer's
     momentum: float | None = None
     nesterov: bool | None = None
-    #: see :class:`hvd_compress.base.Compressor`
-    averages_momentum: ClassVar[bool] = False
     #: what ``finish`` returns is additive: see :class:`hvd_compress.base.Outcome`
     additive: ClassVar[bool] = True
     #: the error of one message is added to later ones (error feedback), which converges only for
@@ -289,23 +283,11 @@ class Chain(Compressor, name="chain"):
         if twice := {key for key in keys if keys.count(key) > 1}:
             raise ConfigError(f"two blocks of one chain keep a {twice.pop()!r}")
 
-    @property
-    def needs_gradient_norm(self) -> bool:
-        return any(t.needs_gradient_norm for t in self.transforms)
-
     def repaired(self, gradient: Array, state: State) -> State:
         for transform in self.transforms:
             own = {key: state[key] for key in transform.keys if key in state}
             state = {**state, **(transform.repaired(own) if own else own)}
         return state
-
-    @property
-    def takes_momentum(self) -> bool:  # type: ignore[override]
-        return any(t.takes_momentum for t in self.transforms)
-
-    @property
-    def averages_momentum(self) -> bool:  # type: ignore[override]
-        return any(t.averages_momentum for t in self.transforms)
 
     @property
     def momentum(self) -> float | None:  # type: ignore[override]

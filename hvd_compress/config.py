@@ -64,18 +64,42 @@ class Configurable(metaclass=_NamedMeta):
         """The options that are themselves configurable, and those in tuples."""
         return [p for field in _fields(self) for p in _configurables(getattr(self, field.name))]
 
+    # Traits come from the parts, so nobody forwards them by hand; a part that has one says so.
+
+    @property
+    def working_parts(self) -> list[Configurable]:
+        """The parts that the following traits come from."""
+        return self.parts
+
     @functools.cached_property
     def needs_epoch(self) -> bool:
         """Whether the user has to announce epochs: an option, at any depth, is a schedule by
         epoch."""
         return any(part.needs_epoch for part in self.parts)
 
-    @property
+    @functools.cached_property
     def homogeneous(self) -> bool:
         """Whether twice the gradient gives twice the result, so that no option is in units of the
         gradient.  Where nothing is kept for later either, loss scaling may be undone after the
         exchange."""
-        return all(part.homogeneous for part in self.parts)
+        return all(part.homogeneous for part in self.working_parts)
+
+    @functools.cached_property
+    def takes_momentum(self) -> bool:
+        """Whether the optimizer's momentum and weight decay are applied here, in its place."""
+        return any(part.takes_momentum for part in self.working_parts)
+
+    @functools.cached_property
+    def averages_momentum(self) -> bool:
+        """Whether this momentum is a moving average, in units of a gradient.  That of SGD adds up
+        to 1 / (1 - momentum) times as much; weight decay has to be scaled accordingly."""
+        return any(part.averages_momentum for part in self.working_parts)
+
+    @functools.cached_property
+    def needs_gradient_norm(self) -> bool:
+        """Whether ``context.gradient_norm`` is used, the norm of the whole gradient, which is known
+        at the end of backward."""
+        return any(part.needs_gradient_norm for part in self.working_parts)
 
     def to_config(self) -> dict[str, Any]:
         """Return a dict that can be stored as JSON; see :func:`from_config`."""

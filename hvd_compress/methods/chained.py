@@ -7,7 +7,7 @@ import math
 
 from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, State
 from hvd_compress.chain import Chain, Transform, chain
-from hvd_compress.config import check_choice, is_whole
+from hvd_compress.config import Configurable, check_choice, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.meetings.allreduce import allreduce
 from hvd_compress.transforms import (
@@ -45,8 +45,8 @@ class Chained(Compressor):
         return self.chain(gradient, Context())
 
     @property
-    def homogeneous(self) -> bool:
-        return super().homogeneous if self.blocks is None else self.blocks.homogeneous
+    def working_parts(self) -> list[Configurable]:
+        return self.parts if self.blocks is None else [self.blocks]
 
     @property
     def is_steady(self) -> bool:  # type: ignore[override]
@@ -54,10 +54,6 @@ class Chained(Compressor):
         if self.blocks is None or type(self).chain is not Chained.chain:
             return False
         return self.blocks.is_steady
-
-    @property
-    def averages_momentum(self) -> bool:  # type: ignore[override]
-        return self.blocks is not None and self.blocks.averages_momentum
 
     def init(self, gradient: Array) -> State:
         return self.template(gradient).init(gradient)
@@ -94,8 +90,6 @@ class OfVelocities(Chained):
     masking: bool
     min_size: int
 
-    takes_momentum = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("masking", self.masking, (True, False))
@@ -103,8 +97,8 @@ class OfVelocities(Chained):
             raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
 
     @property
-    def homogeneous(self) -> bool:
-        return self._whole.homogeneous
+    def working_parts(self) -> list[Configurable]:
+        return [self._whole]
 
     def compresses(self, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor of that shape is ever sent in part."""

@@ -101,14 +101,6 @@ class _Composed(Compressor):
         return found.pop()
 
     @property
-    def takes_momentum(self) -> bool:  # type: ignore[override]
-        return any(part.takes_momentum for part in self._parts)
-
-    @property
-    def averages_momentum(self) -> bool:  # type: ignore[override]
-        return any(part.averages_momentum for part in self._parts)
-
-    @property
     def momentum(self) -> float | None:  # type: ignore[override]
         return self._common("momentum")
 
@@ -119,10 +111,6 @@ class _Composed(Compressor):
     @property
     def weight_decay(self) -> str | None:  # type: ignore[override]
         return self._common("weight_decay")
-
-    @property
-    def needs_gradient_norm(self) -> bool:
-        return any(part.needs_gradient_norm for part in self._parts)
 
     def _with_momentum(self, part: Compressor) -> Compressor:
         takes = self.takes_momentum and not part.takes_momentum
@@ -187,10 +175,6 @@ class MomentumAfter(Chained, name="momentum_after"):
         # The first one settles last.
         after = momentum_after_averaging(self.momentum, self.nesterov)
         return chain(after, *inner.transforms, via=inner.via)
-
-    @property
-    def needs_gradient_norm(self) -> bool:
-        return self.compressor.needs_gradient_norm
 
     def rows_at(self, context: Context) -> str:
         return self.compressor.rows_at(context)

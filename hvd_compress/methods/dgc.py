@@ -119,10 +119,6 @@ class DGC(SendsRows, OfVelocities, name="dgc"):
             return math.prod(shape) > 1
         return super().compresses(shape)
 
-    @property
-    def needs_gradient_norm(self) -> bool:
-        return self.clip_norm is not None
-
     def template(self, gradient: Array) -> Chain:
         compressed = self.compresses(backend_of(gradient).shape(gradient))
         return self._sparse if compressed else self._whole

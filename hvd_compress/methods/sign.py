@@ -69,8 +69,6 @@ class Signum(Chained, name="signum"):
     momentum: float | None = None
     nesterov: bool | None = None
 
-    takes_momentum = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         _warn(self.name, 0.0005)
