@@ -36,17 +36,20 @@ def direct(
         phases: how time-outs call the two rounds.
     """
     rank, peers = channel.rank, others(channel.rank, channel.size)
-    parts = shards_of(len(x), channel.size) if parts is None else parts
-    sends = [peer for peer in peers if parts[peer].stop > parts[peer].start]
-    if length := parts[rank].stop - parts[rank].start:
-        arriving = {peer: reduction.scratch(length, wide=False) for peer in peers}
+    # Ranks meet in the first round even if a part is empty, so that who is late is named.
+    if parts is None:
+        owners = list(range(channel.size))
     else:
-        arriving = {}
+        owners = [r for r, part in enumerate(parts) if part.stop > part.start]
+    parts = shards_of(len(x), channel.size) if parts is None else parts
+    sends = [peer for peer in peers if peer in owners]
+    is_owner, length = rank in owners, parts[rank].stop - parts[rank].start
+    arriving = {peer: reduction.scratch(length, wide=False) for peer in peers if is_owner}
     messages = [channel.receive(array, peer) for peer, array in arriving.items()]
     messages += [channel.send(x[parts[peer]], peer) for peer in sends]
     yield Wait(messages, phases[0])
 
-    if length:
+    if is_owner:
         arriving[rank] = x[parts[rank]]
         total = reduction.scratch(length)
         reduction.widen(arriving[0], total)
@@ -54,13 +57,13 @@ def direct(
             reduction.combine(total, arriving[peer])
         del arriving[rank]
         reduction.give_back(*arriving.values())
-        if reduce_across is not None:
+        if reduce_across is not None and length:
             yield from reduce_across(total)
         reduction.finish(total, out[parts[rank]])
         reduction.give_back(total)
 
     messages = [channel.receive(out[parts[peer]], peer) for peer in sends]
-    messages += [channel.send(out[parts[rank]], peer) for peer in (peers if length else ())]
+    messages += [channel.send(out[parts[rank]], peer) for peer in (peers if is_owner else ())]
     yield Wait(messages, phases[1])
 
 

@@ -27,7 +27,6 @@ from hvd_compress.mpi.transport.communicator import Channel
 from hvd_compress.mpi.transport.nodes import Nodes, named
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction, reduction_of
-from hvd_compress.sharding import shards_of
 
 _EVEN = "inside the node, reduce-scatter", "inside the node, allgather"
 _UNEVEN = "inside the node, reduce", "inside the node, broadcast"
@@ -52,7 +51,8 @@ def hierarchical(nodes: Nodes, across: Allreduce) -> Allreduce:
             return named("across nodes", across.run(between, partial, partial, reduce))
 
         # The first rank of an uneven node adds up all.
-        parts = [*shards_of(len(x), share), *(inside.size - share) * [slice(len(x), len(x))]]
+        rest = (inside.size - 1) * [slice(len(x), len(x))]
+        parts = None if nodes.is_even else [slice(0, len(x)), *rest]
         phases = _EVEN if nodes.is_even else _UNEVEN
         return direct(channel.within(inside), x, out, reduction, parts, reduce_across, phases)
 
