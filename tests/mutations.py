@@ -82,7 +82,8 @@ def _array(x: Any, way: str, draw: random.Random) -> Any:
 def same(one: Any, other: Any) -> bool:
     """Equal to the last bit."""
     if hasattr(one, "dtype") and hasattr(other, "dtype"):
-        a, b = (np.array(x.detach().cpu() if hasattr(x, "detach") else x) for x in (one, other))
+        own = (x.detach().cpu().numpy() if hasattr(x, "detach") else x for x in (one, other))
+        a, b = map(np.asarray, own)
         return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
