@@ -137,8 +137,6 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     array([2.])
     """
 
-    #: the paper that describes the method
-    reference: ClassVar[str] = ""
     #: keys of the state under which ranks differ
     per_rank: ClassVar[frozenset[str]] = frozenset()
     #: all of the state is this rank's own, and makes sense only as a whole: another rank cannot go
@@ -261,7 +259,7 @@ def like(x: Array, other: Array) -> Array:
     return backend_of(x).cast(x, backend_of(other).dtype(other))
 
 
-def all_finite(arrays: Arrays) -> bool:
+def all_finite(arrays: Mapping[str, Array]) -> bool:
     """Return whether no element of the arrays is NaN or Inf."""
     return all(bool(backend_of(x).all_finite(x)) for x in arrays.values())
 

@@ -22,7 +22,6 @@ from .. import *  # noqa: F403
 from .. import __all__ as _methods
 from ..systems.averaging import averaging
 from . import collectives
-from .asynchronous import AsynchronousEASGD, AsynchronousLeaderSGD
 from .collectives import (
     allgather,
     allgather_object,
@@ -41,7 +40,7 @@ from .optimizer import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from .parameter_server import parameter_server
+from .servers import AsynchronousEASGD, AsynchronousLeaderSGD, parameter_server
 
 average_parameters = averaging(collectives, __name__)
 globals().update(SYSTEMS)

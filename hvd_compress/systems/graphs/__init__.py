@@ -3,11 +3,15 @@ neighbours only."""
 
 from hvd_compress.systems.base import methods_in
 from hvd_compress.systems.graphs.base import DecentralizedMethod, Network, mix
-from hvd_compress.systems.graphs.choco import ChocoSGD
-from hvd_compress.systems.graphs.diffusion import DGD, CTADiffusion, Diffusion
-from hvd_compress.systems.graphs.exact_diffusion import NIDS, ExactDiffusion
-from hvd_compress.systems.graphs.extra import EXTRA
-from hvd_compress.systems.graphs.lead import LEAD, blockwise
+from hvd_compress.systems.graphs.compressed import LEAD, ChocoSGD, blockwise
+from hvd_compress.systems.graphs.diffusion import (
+    DGD,
+    EXTRA,
+    NIDS,
+    CTADiffusion,
+    Diffusion,
+    ExactDiffusion,
+)
 from hvd_compress.systems.graphs.matrices import (
     eigenvalues,
     lazy,

@@ -1,4 +1,5 @@
-"""Diffusion and consensus: mixing with the neighbours, without a correction of the bias."""
+"""Diffusion and consensus, and exact methods: those whose correction takes away the bias, for the
+same bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import dataclasses
 from hvd_compress.base import Array
 from hvd_compress.config import converted
 from hvd_compress.systems.graphs.base import DecentralizedMethod, Network, Update, Vectors, mix
+from hvd_compress.systems.graphs.proximal import Proximal
 from hvd_compress.systems.graphs.topologies import Cycle, Topology, as_topology
 
 
@@ -32,8 +34,6 @@ class Diffusion(DecentralizedMethod, name="diffusion"):
     array([1.465, 1.44 , 1.56 , 1.535])
     """
 
-    reference = "Cattivelli, Sayed, IEEE TSP 2010"
-
     topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
 
     def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
@@ -57,8 +57,6 @@ class CTADiffusion(DecentralizedMethod, name="cta_diffusion"):
     >>> simulate(CTADiffusion(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
     array([1.319, 1.396, 1.604, 1.681])
     """
-
-    reference = "Cattivelli, Sayed, IEEE TSP 2010"
 
     topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
 
@@ -90,10 +88,126 @@ class DGD(DecentralizedMethod, name="dgd"):
     array([1.335, 1.404, 1.596, 1.665])
     """
 
-    reference = "Nedic, Ozdaglar, IEEE TAC 2009"
-
     topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
 
     def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
         _, mixed = yield from mix(x, network)
         return mixed + (local - x), {}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactDiffusion(DecentralizedMethod, name="exact_diffusion"):
+    """Adapt, correct, combine, with the lazy matrix Wt = (I + W) / 2::
+
+        psi+ = x - mu grad(x);  phi = psi+ + z - psi;  z+ = Wt phi;  x+ = prox_{mu r}(z+)
+        psi_0 = z_0 = x_0
+
+    State: ``correction`` = z - psi.  Sent: a vector to each neighbour, every step, as in diffusion.
+
+    Without gradient noise it converges to the minimum of the mean of all ranks' functions, linearly
+    for strongly convex ones, if mu < 2 / L, whatever the graph.  Noise is averaged a little less
+    well than by diffusion where the graph is well connected, since Wt mixes more slowly than W.
+
+    Args:
+        topology: undirected; see :class:`Diffusion`.
+        prox: r, such as ``l1(0.05)``, for P2D2; without it z is x.
+
+    Differs from the paper in: P2D2 has Wt as its matrix.  Its formula is recalled; it was compared
+    with Prox-LEAD, whose iterates it gives where that does not compress (gamma = 1).
+
+    Reference: Yuan, Ying, Zhao, Sayed, IEEE TSP 2019; Yuan, Alghunaim, Ying, Sayed, TSP 2020;
+    Alghunaim, Yuan, Sayed, NeurIPS 2019 (P2D2).
+
+    >>> from hvd_compress.systems.graphs import simulate
+    >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
+    >>> simulate(ExactDiffusion(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
+    array([1.5, 1.5, 1.5, 1.5])
+    """
+
+    symmetric = True
+
+    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
+    prox: Proximal | None = None
+
+    def start(self, x: Array) -> Vectors:
+        return {"correction": x * 0}
+
+    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+        return corrected(local, state, network)
+
+
+@dataclasses.dataclass(frozen=True)
+class NIDS(DecentralizedMethod, name="nids"):
+    """NIDS, or D2: :class:`ExactDiffusion` whose first step is ``z_1 = x_0 - mu grad(x_0)``,
+    without mixing; the same limit, on another way there.  It has the same state.
+
+    Args:
+        topology, prox: as for :class:`ExactDiffusion`.
+
+    Reference: Li, Shi, Yan, IEEE TSP 2019; Tang et al. (D2), ICML 2018.
+
+    >>> from hvd_compress.systems.graphs import simulate
+    >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
+    >>> simulate(NIDS(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
+    array([1.5, 1.5, 1.5, 1.5])
+    """
+
+    symmetric = True
+
+    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
+    prox: Proximal | None = None
+
+    def start(self, x: Array) -> Vectors:
+        return {"correction": x * 0}
+
+    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+        if network.step == 1:
+            return local, state
+        return (yield from corrected(local, state, network))
+
+
+def corrected(local: Array, state: Vectors, network: Network) -> Update:
+    """Correct and combine: a step of exact diffusion, without the proximal map."""
+    _, mixed = yield from mix(local + state["correction"], network.lazy())
+    return mixed, {"correction": mixed - local}
+
+
+@dataclasses.dataclass(frozen=True)
+class EXTRA(DecentralizedMethod, name="extra"):
+    """With Wt = (I + W) / 2 and gradients g::
+
+        y_1 = W x_0 - mu g_0;  y_(k+2) = W x_(k+1) + y_(k+1) - Wt x_k - mu (g_(k+1) - g_k)
+        x_k = prox_{mu r}(y_k)
+
+    which is ``y_(k+1) = W x_k + c_k - mu g_k``, ``c_(k+1) = c_k + (W - I) x_k / 2``, c_0 = 0.
+
+    State: ``correction`` = c.  Sent: a vector to each neighbour, every step.
+
+    It converges for mu < (1 + lambda_min(W)) / L, a bound that is less than that of exact diffusion
+    and depends on the graph.
+
+    Args:
+        topology: undirected; see :class:`Diffusion`.
+        prox: r, such as ``l1(0.05)``, for PG-EXTRA.
+
+    Reference: Shi, Ling, Wu, Yin, SIAM J. Optimization 2015; IEEE TSP 2015 (PG-EXTRA).
+
+    >>> from hvd_compress.systems.graphs import simulate
+    >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
+    >>> simulate(EXTRA(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
+    array([1.5, 1.5, 1.5, 1.5])
+    """
+
+    symmetric = True
+
+    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
+    prox: Proximal | None = None
+
+    def start(self, x: Array) -> Vectors:
+        return {"correction": x * 0}
+
+    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+        _, mixed = yield from mix(x, network)
+        correction = state["correction"]
+        new = {"correction": correction + (mixed - x) / 2}
+        return mixed + correction + (local - x), new

@@ -41,8 +41,6 @@ class GradientTracking(DecentralizedMethod, name="gradient_tracking"):
     array([1.5, 1.5, 1.5, 1.5])
     """
 
-    reference = "Nedic, Olshevsky, Shi, SIAM J. Optimization 2017; Xu et al., CDC 2015 (ATC)"
-
     topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
     form: str = "diging"
 
@@ -89,7 +87,6 @@ class PushDIGing(DecentralizedMethod, name="push_diging"):
     array([1.5, 1.5, 1.5, 1.5])
     """
 
-    reference = "Nedic, Olshevsky, Shi, SIAM J. Optimization 2017"
     push = True
 
     topology: Topology = dataclasses.field(

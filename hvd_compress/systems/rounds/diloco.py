@@ -58,8 +58,6 @@ class DiLoCo(Rounds, name="diloco"):
     array([-2.66])
     """
 
-    reference = "Douillard et al., 2023 and 2025 (streaming)"
-
     outer: OuterSGD = OuterSGD()  # noqa: RUF009, frozen
     sync_every: int = 500
     fragments: int = 1

@@ -64,7 +64,6 @@ class EASGD(TrainingMethod, name="easgd"):
     (array([-0.75]), array([-2.25]), array([-1.]))
     """
 
-    reference = "Zhang, Choromanska, LeCun, NeurIPS 2015"
     acts_before = True
     recovers = True
 

@@ -91,7 +91,6 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     (array([0.1]), array([1.]))
     """
 
-    reference = "Teng et al., NeurIPS 2019"
     per_rank = frozenset({"leader", "group_leader"})
     acts_before = True
     recovers = True

@@ -43,8 +43,6 @@ class LocalSGD(Rounds, name="local_sgd"):
     array([-2.])
     """
 
-    reference = "Stich, ICLR 2019; Lin et al., ICLR 2020 (post-local SGD)"
-
     sync_every: int = 8
     start: int = 0
     compression: Compressor = dataclasses.field(

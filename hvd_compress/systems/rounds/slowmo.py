@@ -43,7 +43,6 @@ class SlowMo(Rounds, name="slowmo"):
     array([-2.])
     """
 
-    reference = "Wang et al., ICLR 2020"
     needs_rates = True
     moments = ("slow_momentum",)
 

@@ -51,8 +51,6 @@ class SparseLoCo(Rounds, name="sparse_loco"):
     array([-4.,  0.])
     """
 
-    reference = "Sarfi et al., arXiv 2508.15706"
-
     sync_every: int = 15
     density: Density = 0.01
     decay: float = 0.95

@@ -5,13 +5,12 @@ and return messages, and :class:`Simulation` runs them in one process in a scrip
 :class:`hvd_compress.mpi.ParameterServer` runs them over MPI.
 """
 
-from hvd_compress.systems.servers.link import Link
+from hvd_compress.systems.servers.messages import ServerStats
 from hvd_compress.systems.servers.optimizers import SGD, Adam
 from hvd_compress.systems.servers.pieces import Piece, joined, pieces_of, taken_from
 from hvd_compress.systems.servers.rules import Rules
-from hvd_compress.systems.servers.server import Server
+from hvd_compress.systems.servers.server import Link, Server
 from hvd_compress.systems.servers.simulation import Simulation
-from hvd_compress.systems.servers.stats import ServerStats
 
 __all__ = [
     "SGD",

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvd_compress.systems.base import all_finite
 from hvd_compress.systems.rounds.groups import Groups, groups_of
 from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
-from hvd_compress.systems.servers.messages import Kind, Message, decode, encode, tag_of
-from hvd_compress.systems.servers.pieces import Arrays, added, arrays_of, bytes_of, is_finite
-from hvd_compress.systems.servers.server import Reply
-from hvd_compress.systems.servers.stats import ServerStats
+from hvd_compress.systems.servers.ends import Reply, ServerEnd, WorkerEnd
+from hvd_compress.systems.servers.messages import Arrays, Kind, Message, arrays_of, bytes_of
+from hvd_compress.systems.servers.pieces import added
 
 
 class Role(enum.IntFlag):
@@ -55,9 +55,8 @@ class _Leader(NamedTuple):
     parts: list[np.ndarray]
 
 
-class LeaderServer:
-    """The server: it owns no parameters, but the last leaders'; see
-    :class:`hvd_compress.systems.servers.Server` for the interface.
+class LeaderServer(ServerEnd):
+    """The server: it owns no parameters, but the last leaders'.
 
     Args:
         parameters: as workers have them in the beginning.
@@ -78,11 +77,8 @@ class LeaderServer:
         method: LeaderSGD,
         nodes: Groups | None = None,
     ) -> None:
-        self._shapes: Arrays = {name: np.array(x) for name, x in parameters.items()}
-        self.method, self.active = method, set(workers)
-        self._tag, self._pulls = tag_of(method), pulls_of(method)
-        self.waiting: dict[int, bool] = {}  # nobody ever waits
-        self.stats = ServerStats()
+        super().__init__(parameters, workers, method)
+        self.method, self._pulls = method, pulls_of(method)
         self.leaders: list[int] = []
         self.group_leaders: list[list[int]] = []
         everyone = len(self.active)
@@ -96,24 +92,16 @@ class LeaderServer:
         self._has = dict.fromkeys([(w, role) for w in self.active for role in self._pulls], 0)
         self._last: dict[int, Arrays] = {}  # parameters of workers that have left
 
-    @property
-    def is_over(self) -> bool:
-        return not self.active
+    def _left(self, worker: int, message: Message) -> list[Reply]:
+        if message.parts:
+            self._last[worker] = arrays_of(message.parts, self.parameters, f"worker {worker}")
+        return self._without(worker)
 
-    def receive(self, worker: int, frame: np.ndarray) -> list[Reply]:
-        """Take a frame, and return the replies."""
-        message = decode(frame, self._tag, f"worker {worker}")
-        if message.kind is Kind.LEAVE:
-            self.stats.left(worker, bool(message.flag))
-            if message.parts:
-                self._last[worker] = arrays_of(message.parts, self._shapes, f"worker {worker}")
-            return self._without(worker)
-        self.stats.bytes_up += frame.nbytes
-        self.stats.pushes += 1
-        if worker not in self.active:  # it was taken for lost
-            self.stats.lost.remove(worker)
-            self.stats.returned.append(worker)
-            self.active.add(worker)
+    def _returned(self, worker: int, message: Message) -> list[Reply]:
+        self.active.add(worker)
+        return self._pushed(worker, message)
+
+    def _pushed(self, worker: int, message: Message) -> list[Reply]:
         head, *parts = message.parts
         self._losses[worker].append(float(head.view("<f8")[0]))
         self._count += 1
@@ -127,27 +115,19 @@ class LeaderServer:
         self._choose()
         return [self._reply(worker)]
 
-    def lose(self, worker: int) -> list[Reply]:
-        """Do without a worker that was silent too long; it may come back."""
-        self.stats.lost.append(worker)
-        return self._without(worker)
-
-    def end(self) -> np.ndarray:
-        """Return the last frame: the mean of the workers' last parameters, of those that left
-        without an error, and the statistics.  Workers with a NaN or Inf are left out, and counted.
-        If nobody is left, the last leader's parameters stand for the mean."""
+    def _last_parameters(self) -> Arrays:
+        """Return the mean of the workers' last parameters, of those that left without an error.
+        Workers with a NaN or Inf are left out, and counted.  If nobody is left, the last leader's
+        parameters stand for the mean."""
         everyone = [own for _, own in sorted(self._last.items())]
-        found = [own for own in everyone if is_finite(own)]
+        found = [own for own in everyone if all_finite(own)]
         self.stats.non_finite += len(everyone) - len(found)
         if not found and self._leader:
             last = max(self._leader.values(), key=lambda leader: leader.number)
-            found = [arrays_of(last.parts, self._shapes, "the leader")]
-        found = found or everyone or [self._shapes]
-        parts = [self.stats.to_bytes()]
-        for name in self._shapes:
-            total = added([own[name] for own in found])
-            parts.append(bytes_of((total / len(found)).astype(total.dtype)))
-        return encode(Message(Kind.END, parts=parts), self._tag)
+            found = [arrays_of(last.parts, self.parameters, "the leader")]
+        found = found or everyone or [self.parameters]
+        totals = {name: added([own[name] for own in found]) for name in self.parameters}
+        return {name: (x / len(found)).astype(x.dtype) for name, x in totals.items()}
 
     def _led(self, worker: int, role: Role) -> tuple[int, ...]:
         """Return the group whose leader a worker is, or has, in a role."""
@@ -156,9 +136,8 @@ class LeaderServer:
         return next(group for group in self._groups if worker in group)
 
     def _without(self, worker: int) -> list[Reply]:
-        self.active.discard(worker)
         self._asked.pop(worker, None)
-        return []
+        return super()._without(worker)
 
     def _choose(self) -> None:
         """Name leaders if enough steps were taken, and the last ones have sent what they were asked
@@ -197,78 +176,53 @@ class LeaderServer:
                 news |= role
         parts = [part for own in found.values() for part in own]
         flag = int(asked) | int(news) << _NEWS
-        frame = encode(Message(Kind.LEADER, flag, parts=parts), self._tag)
-        self.stats.bytes_down += frame.nbytes
-        return Reply(worker, frame)
+        return self._to(worker, Message(Kind.LEADER, flag, parts=parts))
 
 
-class LeaderLink:
+class LeaderLink(WorkerEnd):
     """The worker's end.
 
     Attributes:
         leaders: the last leaders' parameters that this worker knows and is pulled to, by role.
         recovered: whether the last parameters had NaN or Inf, and were left for a leader's.
-        stats: the server's statistics, when all is over; then ``parameters`` are the mean.
     """
 
     def __init__(self, parameters: Mapping[str, np.ndarray], method: LeaderSGD) -> None:
-        self._shapes: Arrays = {name: np.array(x) for name, x in parameters.items()}
-        self.parameters = self._shapes
-        self._tag, self._pulls = tag_of(method), pulls_of(method)
+        super().__init__(parameters, method)
+        self._pulls = pulls_of(method)
         self.leaders: dict[Role, Arrays] = {}
-        self.stats: ServerStats | None = None
         self._asked = self._news = Role.NONE
         self.recovered = False
-        self.bytes_sent = self.bytes_received = 0
-
-    @property
-    def is_over(self) -> bool:
-        return self.stats is not None
 
     def push(self, parameters: Mapping[str, np.ndarray], loss: float) -> np.ndarray:
         """Return the frame that reports a step; ``parameters`` travel only if this worker leads."""
         parts = [np.array([loss], "<f8").view(np.uint8)]
         if self._asked:
-            parts += [bytes_of(parameters[name]) for name in self._shapes]
+            parts += [bytes_of(parameters[name]) for name in self.parameters]
             for role in _each(self._asked):
                 self.leaders.pop(role, None)
             self._asked = Role.NONE
-        frame = encode(Message(Kind.REPORT, parts=parts), self._tag)
-        self.parameters = {name: np.array(parameters[name]) for name in self._shapes}
-        self.bytes_sent += frame.nbytes
-        return frame
+        self.parameters = {name: np.array(parameters[name]) for name in self.parameters}
+        return self._sent(Message(Kind.REPORT, parts=parts))
 
-    def leave(self, *, failed: bool = False) -> np.ndarray:
-        """Return the last frame, with the parameters of the last report."""
-        parts = [] if failed else [bytes_of(self.parameters[name]) for name in self._shapes]
-        return encode(Message(Kind.LEAVE, int(failed), parts=parts), self._tag)
+    def _last_parts(self) -> list[np.ndarray]:
+        return [bytes_of(x) for x in self.parameters.values()]
 
-    def receive(self, frame: np.ndarray) -> bool:
-        """Take a frame of the server; return whether it is the one that was waited for."""
-        message = decode(frame, self._tag, "the server")
-        if message.kind is Kind.BEAT:
-            return False
-        self.bytes_received += frame.nbytes
-        if message.kind is Kind.END:
-            head, *parts = message.parts
-            self.stats = ServerStats.from_bytes(head)
-            self.parameters = arrays_of(parts, self._shapes, "the server")
-            return True
+    def _replied(self, message: Message) -> None:
         self._asked = Role(message.flag & int(Role.GROUP | Role.ALL))
         self._news = Role(message.flag >> _NEWS)
-        size, parts = len(self._shapes), list(message.parts)
+        size, parts = len(self.parameters), list(message.parts)
         for role in _each(self._news):
-            self.leaders[role] = arrays_of(parts[:size], self._shapes, "the server")
+            self.leaders[role] = arrays_of(parts[:size], self.parameters, "the server")
             parts = parts[size:] or parts  # the last ones may be of both roles
-        return True
 
     def pulled(self, parameters: Mapping[str, np.ndarray]) -> Arrays:
         """Return the parameters after the pulls to the leaders.  With NaN or Inf in them they are
         those of a leader that is new."""
         self.recovered = False
-        if self._news and not is_finite(parameters):
+        if self._news and not all_finite(parameters):
             for role in _each(self._news):
-                if is_finite(self.leaders[role]):
+                if all_finite(self.leaders[role]):
                     self.recovered = True
                     return {name: x.copy() for name, x in self.leaders[role].items()}
         found = dict(parameters)

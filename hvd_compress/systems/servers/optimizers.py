@@ -1,4 +1,5 @@
-"""Optimizers of servers: formulas over arrays, or an optimizer of a framework."""
+"""Optimizers of servers: formulas over arrays, an optimizer of a framework, or the centre of
+elastic averaging."""
 
 from __future__ import annotations
 
@@ -117,3 +118,28 @@ def as_server_optimizer(optimizer: Formula | ServerOptimizer) -> ServerOptimizer
     """Return what steps on a server's pieces, for a formula such as ``SGD(lr=0.1)``, one of
     :mod:`hvd_compress.optimizers` among them."""
     return FormulaOptimizer(optimizer) if isinstance(optimizer, Formula) else optimizer
+
+
+@dataclasses.dataclass
+class ElasticCentre:
+    """The optimizer of asynchronous elastic averaging (Zhang, Choromanska, LeCun; 2015): the
+    parameters are the centre c, and workers send x where others send gradients;
+    c = c + alpha (x - c)."""
+
+    alpha: float
+
+    def step(
+        self,
+        parameters: Mapping[str, np.ndarray],
+        gradients: Mapping[str, np.ndarray],
+        rates: Sequence[float],
+        scale: float = 1.0,
+    ) -> None:
+        for name, x in gradients.items():
+            parameters[name][...] += self.alpha * (x - parameters[name])
+
+
+def moved(x: np.ndarray, centre: np.ndarray, alpha: float) -> np.ndarray:
+    """Return x - alpha (x - c) with the centre c of before the meeting, given that of after it,
+    c' = c + alpha (x - c): x - c = (x - c') / (1 - alpha)."""
+    return x - alpha / (1 - alpha) * (x - centre)

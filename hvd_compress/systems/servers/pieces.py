@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from hvd_compress.errors import PayloadError
-
-Arrays = dict[str, np.ndarray]
+from hvd_compress.systems.servers.messages import Arrays
 
 
 class Piece(NamedTuple):
@@ -80,40 +78,6 @@ def gradients_of(gradients: Mapping[str, np.ndarray | None], pieces: Sequence[Pi
     return taken_from(there, [piece for piece in pieces if piece.tensor in there])
 
 
-def is_finite(arrays: Mapping[str, np.ndarray]) -> bool:
-    """Return whether no element of the arrays is NaN or Inf."""
-    return all(bool(np.isfinite(x).all()) for x in arrays.values())
-
-
-def bytes_of(x: np.ndarray) -> np.ndarray:
-    """Return the bytes of an array, for a part of a message."""
-    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-
-
-def array_of(part: np.ndarray, like: np.ndarray, sender: str) -> np.ndarray:
-    """Return an array of the shape and dtype of another from its bytes."""
-    if part.nbytes != like.nbytes:
-        raise PayloadError(
-            f"bad payload from {sender}: {part.nbytes} bytes where {like.nbytes} were expected: "
-            "the ranks' models or options differ"
-        )
-    return part.view(like.dtype).reshape(like.shape)
-
-
-def arrays_of(parts: Iterable[np.ndarray], like: Mapping[str, np.ndarray], sender: str) -> Arrays:
-    """Return copies of arrays of these names, shapes and dtypes from the parts of a message."""
-    parts = list(parts)
-    if len(parts) != len(like):
-        raise PayloadError(
-            f"bad payload from {sender}: {len(parts)} parts for {len(like)} parameters: the ranks' "
-            "models differ"
-        )
-    return {
-        name: array_of(part, x, sender).copy()
-        for (name, x), part in zip(like.items(), parts, strict=True)
-    }
-
-
 def added(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Return the sum of arrays, one after the other."""
     total = arrays[0]
@@ -138,3 +102,15 @@ def joined(
             whole[piece.start : piece.stop] = found[piece.name]
         else:
             whole[...] = found[piece.name]
+
+
+def assembled(
+    start: Mapping[str, np.ndarray],
+    found: Sequence[Mapping[str, np.ndarray]],
+    pieces: Sequence[Sequence[Piece]],
+) -> Arrays:
+    """Return whole arrays: copies of ``start`` with the pieces of each server in their places."""
+    whole = {name: x.copy() for name, x in start.items()}
+    for own, theirs in zip(found, pieces, strict=True):
+        joined(own, theirs, whole)
+    return whole

@@ -1,36 +1,29 @@
-"""The server's end: whose gradient counts, and who may go on."""
+"""The two ends of a parameter server: whose gradient counts, and who may go on."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from hvd_compress.errors import PayloadError
+from hvd_compress.base import State
+from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.optimizers.base import Formula
+from hvd_compress.systems.base import all_finite
 from hvd_compress.systems.servers.coding import coders
-from hvd_compress.systems.servers.messages import Kind, Message, decode, encode, tag_of
+from hvd_compress.systems.servers.ends import Reply, ServerEnd, WorkerEnd
+from hvd_compress.systems.servers.messages import Arrays, Kind, Message, arrays_of, bytes_of
 from hvd_compress.systems.servers.optimizers import ServerOptimizer, as_server_optimizer
-from hvd_compress.systems.servers.pieces import Arrays, added, bytes_of, is_finite
+from hvd_compress.systems.servers.pieces import added
 from hvd_compress.systems.servers.rules import Rules
-from hvd_compress.systems.servers.stats import ServerStats
 
 _DECAY, _EPS = 0.95, 1e-7  # of the adaptive compensation
 
 
-class Reply(NamedTuple):
-    """A frame to a worker."""
-
-    worker: int
-    frame: np.ndarray
-
-
-class Server:
-    """One server, with the parameters that it owns.  It talks to no network: it takes frames and
-    returns frames.
+class Server(ServerEnd):
+    """One server, with the parameters that it owns.
 
     Args:
         parameters: its pieces by name, float32 or float64; copied.
@@ -65,11 +58,8 @@ class Server:
         momentum: float = 0.0,
         nesterov: bool = False,
     ) -> None:
-        self.parameters: Arrays = {name: np.array(x) for name, x in parameters.items()}
+        super().__init__(parameters, workers, rules)
         self.optimizer, self.rules = as_server_optimizer(optimizer), rules
-        self.active = set(workers)
-        self.waiting: dict[int, bool] = {}  # whether the gradient was taken
-        self.stats = ServerStats()
         self._version = 0
         self._base = dict.fromkeys(self.active, 0)  # the version that a worker has
         self._clock = dict.fromkeys(self.active, 0)  # its steps
@@ -82,21 +72,8 @@ class Server:
 
     # -- what happens -------------------------------------------------------------------------
 
-    def receive(self, worker: int, frame: np.ndarray) -> list[Reply]:
-        """Take a frame, and return the replies that are due now, to this worker or others.
-
-        Raises:
-            PayloadError: the frame is damaged, or of other rules.
-        """
+    def _pushed(self, worker: int, message: Message) -> list[Reply]:
         sender = f"worker {worker}"
-        message = decode(frame, tag_of(self.rules), sender)
-        if message.kind is Kind.LEAVE:
-            self.stats.left(worker, bool(message.flag))
-            return self._without(worker)
-        self.stats.bytes_up += frame.nbytes
-        self.stats.pushes += 1
-        if worker not in self.active:
-            return self._returned(worker)
         parts = iter(message.parts)
         self._epoch, *rates = next(parts).view("<f8").tolist()
         names = self._named(next(parts, None) if message.flag else None, sender)
@@ -107,7 +84,7 @@ class Server:
         like = {name: self.parameters[name] for name in names}
         up, _ = self._coders[worker]
         read = up.decode(parts, like, message.number, self._epoch, sender)
-        found = read if is_finite(read) else None
+        found = read if all_finite(read) else None
         self.stats.non_finite += found is None
         self.waiting[worker] = found is not None
         if self.rules.mode == "sync":
@@ -125,33 +102,13 @@ class Server:
             raise PayloadError(f"bad payload from {sender}: {mask.size} marks for {names}")
         return [name for name, is_there in zip(names, mask, strict=True) if is_there]
 
-    def lose(self, worker: int) -> list[Reply]:
-        """Do without a worker that was silent too long; if it comes back, it goes on from the
-        parameters of then."""
-        if worker in self.active:
-            self.stats.lost.append(worker)
-        return self._without(worker)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no worker is left."""
-        return not self.active
-
-    def end(self) -> np.ndarray:
-        """Return the last frame, with the parameters as they are and the statistics."""
-        parts = [bytes_of(x) for x in self.parameters.values()]
-        return encode(Message(Kind.END, parts=[self.stats.to_bytes(), *parts]), tag_of(self.rules))
-
     def _without(self, worker: int) -> list[Reply]:
-        self.active.discard(worker)
+        super()._without(worker)
         self.waiting.pop(worker, None)
         self._arrived.pop(worker, None)
         return self._due()
 
-    def _returned(self, worker: int) -> list[Reply]:
-        if worker in self.stats.lost:
-            self.stats.lost.remove(worker)
-        self.stats.returned.append(worker)
+    def _returned(self, worker: int, message: Message) -> list[Reply]:
         self.stats.dropped[worker] += 1
         self._clock[worker] = min((self._clock[w] for w in self.active), default=0)
         self.active.add(worker)
@@ -232,10 +189,91 @@ class Server:
             parts += [bytes_of(x) for x in self.parameters.values()]
             if self.rules.needs_copies:
                 self._known[worker] = self._copies()
-        message = Message(Kind.PARAMETERS, int(taken), number, parts)
-        frame = encode(message, tag_of(self.rules))
-        self.stats.bytes_down += frame.nbytes
-        return Reply(worker, frame)
+        return self._to(worker, Message(Kind.PARAMETERS, int(taken), number, parts))
 
     def _copies(self) -> Arrays:
         return {name: x.copy() for name, x in self.parameters.items()}
+
+
+class Link(WorkerEnd):
+    """A worker's end of the way to one server.
+
+    Args:
+        parameters: the pieces that the server owns, as it has them in the beginning.
+        worker: the worker's number.
+        rules, seed, momentum, nesterov: those of the server.
+        server: what messages call the server.
+
+    Attributes:
+        parameters: the pieces as this worker knows them.
+        states: the states of the compression, residuals for instance.
+        taken: whether the last gradient was used; if it was not, the states are as before it.
+        stats: the server's statistics, when all is over.
+        bytes_sent, bytes_received: of all messages.
+
+    >>> x = {"w": np.ones(3)}
+    >>> server, link = Server(x, SGD(lr=0.1), workers=[0], rules=Rules()), Link(x, 0, Rules())
+    >>> [reply] = server.receive(0, link.push({"w": np.ones(3)}))
+    >>> link.receive(reply.frame), link.parameters["w"]
+    (True, array([0.9, 0.9, 0.9]))
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, np.ndarray],
+        worker: int,
+        rules: Rules,
+        *,
+        seed: int = 0,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        server: str = "the server",
+    ) -> None:
+        super().__init__(parameters, rules, server)
+        self.states: dict[str, State] = {}
+        self.taken = True
+        self._rules = rules
+        self._up, self._down = coders(rules, worker, seed, momentum, nesterov)
+        self._pending: dict[str, State] | None = None
+        self._pushes = 0
+
+    def push(
+        self,
+        gradients: Mapping[str, np.ndarray],
+        rates: Sequence[float] = (),
+        epoch: float | None = None,
+    ) -> np.ndarray:
+        """Return the frame of a gradient, by the names of the pieces; one that is left out has no
+        gradient.
+
+        Args:
+            rates: the learning rate of each group of parameters; none for the server's own.
+            epoch: for compressions with schedules by epoch.
+        """
+        if self._pending is not None:
+            raise ConfigError("a gradient is under way: wait for the reply before the next one")
+        if not gradients.keys() <= self.parameters.keys():
+            raise ConfigError(f"gradients of {sorted(gradients)}, not {sorted(self.parameters)}")
+        known = math.nan if epoch is None else float(epoch)
+        ordered = {name: gradients[name] for name in self.parameters if name in gradients}
+        parts = [np.array([known, *rates]).view(np.uint8)]
+        if is_partial := len(ordered) < len(self.parameters):
+            parts.append(np.array([name in ordered for name in self.parameters], np.uint8))
+        encoded = self._up.encode(ordered, self.states, self._pushes, known)
+        self._pending = {**self.states, **encoded.states}
+        parts += encoded.parts
+        self._pushes += 1
+        return self._sent(Message(Kind.PUSH, int(is_partial), self._pushes - 1, parts))
+
+    def _replied(self, message: Message) -> None:
+        parts = iter(message.parts)
+        (epoch,) = next(parts).view("<f8").tolist()
+        if self._rules.is_delta:
+            new = self._down.decode(parts, self.parameters, message.number, epoch, self._server)
+            self.parameters = {name: x + new[name] for name, x in self.parameters.items()}
+        else:
+            self.parameters = arrays_of(parts, self.parameters, self._server)
+        self.taken = bool(message.flag)
+        if self._pending is not None and self.taken:
+            self.states = self._pending
+        self._pending = None

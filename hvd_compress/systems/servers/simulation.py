@@ -9,17 +9,12 @@ import numpy as np
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers.base import Formula
-from hvd_compress.systems.servers.link import Link
+from hvd_compress.systems.servers.ends import Reply
+from hvd_compress.systems.servers.messages import Arrays
 from hvd_compress.systems.servers.optimizers import ServerOptimizer
-from hvd_compress.systems.servers.pieces import (
-    Arrays,
-    gradients_of,
-    joined,
-    pieces_of,
-    taken_from,
-)
+from hvd_compress.systems.servers.pieces import assembled, gradients_of, pieces_of, taken_from
 from hvd_compress.systems.servers.rules import Rules
-from hvd_compress.systems.servers.server import Reply, Server
+from hvd_compress.systems.servers.server import Link, Server
 
 #: ``gradient(worker, parameters, step)``; a worker's steps count from 0, and ``None`` stands for a
 #: gradient that is not there
@@ -77,11 +72,13 @@ class Simulation:
     @property
     def parameters(self) -> Arrays:
         """The servers' parameters."""
-        return self._joined([server.parameters for server in self.servers])
+        found = [server.parameters for server in self.servers]
+        return assembled(self._start, found, self._pieces)
 
     def known(self, worker: int) -> Arrays:
         """Return the parameters as a worker has them."""
-        return self._joined([link.parameters for link in self.links[worker]])
+        found = [link.parameters for link in self.links[worker]]
+        return assembled(self._start, found, self._pieces)
 
     def is_waiting(self, worker: int) -> bool:
         """Return whether a worker waits for a server."""
@@ -118,9 +115,3 @@ class Simulation:
         index = self.servers.index(server)
         for worker, frame in replies:
             self.links[worker][index].receive(frame)
-
-    def _joined(self, parts: Sequence[Arrays]) -> Arrays:
-        whole = {name: x.copy() for name, x in self._start.items()}
-        for found, pieces in zip(parts, self._pieces, strict=True):
-            joined(found, pieces, whole)
-        return whole

@@ -75,8 +75,6 @@ class Codistillation(Configurable, kind="codistillation", name="codistillation")
     delay: int = 0
     weight_decay: WeightDecay | None = None
 
-    reference = "Anil et al., ICLR 2018; Sodhani et al., 2020"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("exchange", self.exchange, EXCHANGES)

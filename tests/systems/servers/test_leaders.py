@@ -8,8 +8,8 @@ import pytest
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.systems.rounds import LeaderSGD
 from hvd_compress.systems.servers import Rules, Simulation
-from hvd_compress.systems.servers.elastic import ElasticCentre, moved
 from hvd_compress.systems.servers.leaders import LeaderLink, LeaderServer
+from hvd_compress.systems.servers.optimizers import ElasticCentre, moved
 
 #: of Leader SGD with one leader
 ONE = {"local_pull": 0, "local_drift": 0}

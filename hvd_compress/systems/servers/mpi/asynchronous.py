@@ -9,19 +9,18 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from hvd_compress.config import check_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.nodes import nodes_of
+from hvd_compress.systems.base import all_finite
 from hvd_compress.systems.rounds.groups import Groups, groups_of
 from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
-from hvd_compress.systems.servers.elastic import ElasticCentre, check_elastic, moved
 from hvd_compress.systems.servers.leaders import LeaderLink, LeaderServer
-from hvd_compress.systems.servers.messages import tag_of
+from hvd_compress.systems.servers.messages import Arrays
 from hvd_compress.systems.servers.mpi.parameter_server import ParameterServer
 from hvd_compress.systems.servers.mpi.serving import Serving
-from hvd_compress.systems.servers.pieces import is_finite
-
-Arrays = dict[str, np.ndarray]
+from hvd_compress.systems.servers.optimizers import ElasticCentre, moved
 
 
 class AsynchronousLeaderSGD(Serving):
@@ -68,12 +67,8 @@ class AsynchronousLeaderSGD(Serving):
         **options: Any,
     ) -> None:
         self.method, ranks = LeaderSGD(**options), Communicator.of(comm)
-        shapes = [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parameters.items()]
-        ranks.agree(f"AsynchronousLeaderSGD({self.method!r}, {shapes})")
-        super().__init__(ranks, 1, worker_timeout)
-        self._begin(ranks, parameters)
+        super().__init__(ranks, parameters, self.method, 1, worker_timeout)
         groups = self._groups(ranks)
-        self._tag = tag_of(self.method)
         self._links = [LeaderLink(self.parameters, self.method)]
         if self.is_server:
             self._server = LeaderServer(self.parameters, range(self.size), self.method, groups)
@@ -106,14 +101,6 @@ class AsynchronousLeaderSGD(Serving):
     @property
     def recovered(self) -> bool:
         return self._links[0].recovered
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._links[0].bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self._links[0].bytes_received
 
     def _assemble(self) -> None:
         self.parameters = self._links[0].parameters
@@ -155,7 +142,9 @@ class AsynchronousEASGD(ParameterServer):
         alpha: float = 0.1,
         **options: Any,
     ) -> None:
-        check_elastic(sync_every, alpha)
+        check_whole("sync_every", sync_every, 1)
+        if not 0 < alpha < 1:
+            raise ConfigError(f"alpha={alpha!r} must be between 0 and 1, for instance 0.1")
         if more := options.keys() - {"servers", "worker_timeout", "comm"}:
             raise ConfigError(f"AsynchronousEASGD has no option {sorted(more)[0]!r}")
         super().__init__(parameters, ElasticCentre(alpha), mode="async", **options)
@@ -169,7 +158,7 @@ class AsynchronousEASGD(ParameterServer):
         self._steps += 1
         own, self.recovered = {name: np.array(x) for name, x in parameters.items()}, False
         if self._steps % self.sync_every == 0:
-            self.recovered = not is_finite(own)
+            self.recovered = not all_finite(own)
             centre = super().step(own)
             if self.recovered:
                 own = centre

@@ -12,13 +12,11 @@ from hvd_compress.config import check_seed
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.optimizers.base import Formula
-from hvd_compress.systems.servers.link import Link
-from hvd_compress.systems.servers.messages import tag_of
 from hvd_compress.systems.servers.mpi.serving import Serving
 from hvd_compress.systems.servers.optimizers import SGD, ServerOptimizer
-from hvd_compress.systems.servers.pieces import gradients_of, joined, pieces_of, taken_from
+from hvd_compress.systems.servers.pieces import assembled, gradients_of, pieces_of, taken_from
 from hvd_compress.systems.servers.rules import Rules
-from hvd_compress.systems.servers.server import Server
+from hvd_compress.systems.servers.server import Link, Server
 
 
 class ParameterServer(Serving):
@@ -90,11 +88,8 @@ class ParameterServer(Serving):
         for name, x in parameters.items():
             if x.dtype not in (np.float32, np.float64):
                 raise UnsupportedError(f"{name!r} is {x.dtype}: float32 or float64 are needed")
-        shapes = [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parameters.items()]
-        ranks.agree(f"ParameterServer({self.rules!r}, servers={servers}, seed={seed}, {shapes})")
-        self._begin(ranks, parameters)
-        super().__init__(ranks, servers, worker_timeout)
-        self._tag = tag_of(self.rules)
+        ranks.agree(f"ParameterServer(seed={seed})")
+        super().__init__(ranks, parameters, self.rules, servers, worker_timeout)
         self.taken = True
         self.epoch: float | None = None
         self._optimizer = SGD() if optimizer is None else optimizer
@@ -110,14 +105,6 @@ class ParameterServer(Serving):
             everyone = range(self.size)
             mine = own[ranks.rank]
             self._server = Server(mine, self._optimizer, everyone, self.rules, **options)
-
-    @property
-    def bytes_sent(self) -> int:
-        return sum(link.bytes_sent for link in self._links)
-
-    @property
-    def bytes_received(self) -> int:
-        return sum(link.bytes_received for link in self._links)
 
     def set_epoch(self, epoch: float) -> None:
         """Announce the epoch, for compressions with schedules by epoch."""
@@ -155,6 +142,5 @@ class ParameterServer(Serving):
         return self.parameters
 
     def _assemble(self) -> None:
-        self.parameters = {name: x.copy() for name, x in self.parameters.items()}
-        for link, pieces in zip(self._links, self._pieces, strict=True):
-            joined(link.parameters, pieces, self.parameters)
+        found = [link.parameters for link in self._links]
+        self.parameters = assembled(self.parameters, found, self._pieces)

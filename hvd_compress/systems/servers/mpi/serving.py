@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,52 +18,23 @@ from hvd_compress.errors import CollectiveTimeout, ConfigError
 from hvd_compress.mpi.dense.payloads import broadcast
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.mailbox import Mailbox
-from hvd_compress.systems.servers.messages import Kind, Message, encode
+from hvd_compress.systems.servers.ends import Reply, ServerEnd, WorkerEnd
+from hvd_compress.systems.servers.messages import Kind, Message, ServerStats, encode, tag_of
 from hvd_compress.systems.servers.patience import Patience
-from hvd_compress.systems.servers.server import Reply
-from hvd_compress.systems.servers.stats import ServerStats
 
 logger = logging.getLogger("hvd_compress")
 T = TypeVar("T")
 S = TypeVar("S", bound="Serving")
 
 
-class ServerEnd(Protocol):
-    """A server's end; see :class:`hvd_compress.systems.servers.Server`."""
-
-    active: set[int]
-    waiting: dict[int, bool]
-    stats: ServerStats
-
-    @property
-    def is_over(self) -> bool: ...
-
-    def receive(self, worker: int, frame: np.ndarray) -> list[Reply]: ...
-
-    def lose(self, worker: int) -> list[Reply]: ...
-
-    def end(self) -> np.ndarray: ...
-
-
-class WorkerEnd(Protocol):
-    """A worker's end; see :class:`hvd_compress.systems.servers.Link`."""
-
-    stats: ServerStats | None
-
-    @property
-    def is_over(self) -> bool: ...
-
-    def receive(self, frame: np.ndarray) -> bool: ...
-
-    def leave(self, *, failed: bool = False) -> np.ndarray: ...
-
-
 class Serving:
-    """Ranks of which the first serve.  Subclasses set ``_server`` on these, ``_links``, one for
-    each server, on all ranks, and ``_tag``, that of messages.
+    """Ranks of which the first serve; making one is a collective.  Subclasses set ``_server`` on
+    these, and ``_links``, one for each server, on all ranks.
 
     Args:
         ranks: all of them.
+        parameters: by name; all ranks begin with copies of those of the first.
+        options: what ranks have to agree about, by its text; messages bear its tag.
         servers: how many serve.
         worker_timeout: seconds after which others go on without a silent worker; see
             :class:`hvd_compress.systems.servers.patience.Patience`.
@@ -71,10 +42,18 @@ class Serving:
 
     _server: ServerEnd
     _links: Sequence[WorkerEnd]
-    _tag: int
-    parameters: dict[str, np.ndarray]
 
-    def __init__(self, ranks: Communicator, servers: int, worker_timeout: float) -> None:
+    def __init__(
+        self,
+        ranks: Communicator,
+        parameters: Mapping[str, np.ndarray],
+        options: object,
+        servers: int,
+        worker_timeout: float,
+    ) -> None:
+        name = type(self).__name__
+        shapes = [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parameters.items()]
+        ranks.agree(f"{name}({options!r}, servers={servers}, {shapes})")
         if not is_whole(servers) or not 1 <= servers < ranks.size:
             raise ConfigError(
                 f"servers={servers!r} of {ranks.size} ranks: there must be a server and a worker, "
@@ -82,18 +61,23 @@ class Serving:
             )
         if not is_number(worker_timeout) or not worker_timeout > 0:
             raise ConfigError(f"worker_timeout={worker_timeout!r} must be seconds, more than 0")
-        self.comm, self.servers = ranks.duplicate(type(self).__name__), servers
+        self.comm, self.servers = ranks.duplicate(name), servers
         self.worker_timeout = float(worker_timeout)
         self.is_server = ranks.rank < servers
         self.rank, self.size = ranks.rank - servers, ranks.size - servers
-        self._box, self._early = Mailbox(self.comm), set[int]()
-
-    def _begin(self, ranks: Communicator, parameters: Mapping[str, np.ndarray]) -> None:
-        """Take copies of the parameters of the first rank."""
+        self._box, self._early, self._tag = Mailbox(self.comm), set[int](), tag_of(options)
         self.parameters = {name: np.array(x, order="C") for name, x in parameters.items()}
-        for name, x in self.parameters.items():
+        for tensor, x in self.parameters.items():
             bytes_of_all = broadcast(ranks.channel(), x.reshape(-1).view(np.uint8), 0)
-            ranks.run(f"{type(self).__name__}(), parameter {name!r}", bytes_of_all)
+            ranks.run(f"{name}(), parameter {tensor!r}", bytes_of_all)
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(link.bytes_sent for link in self._links)
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(link.bytes_received for link in self._links)
 
     def _assemble(self) -> None:
         """Take over what the links have received."""
@@ -182,10 +166,11 @@ class Serving:
                         self._box.send(frame, worker + self.servers)
             if not frames:
                 self._box.nap()
+        last = server.end()
         for rank in range(self.comm.size):
             if rank != self.comm.rank:
-                self._box.send(server.end(), rank)
-        self._links[self.comm.rank].receive(server.end())
+                self._box.send(last, rank)
+        self._links[self.comm.rank].receive(last)
 
     def _reply(self, replies: Iterable[Reply], patience: Patience) -> None:
         for worker, reply in replies:

@@ -1,0 +1,370 @@
+"""Models of PyTorch whose parameters servers own, on other ranks of the job: a parameter server,
+asynchronous Leader SGD and elastic averaging, over MPI."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+
+from hvd_compress import mpi
+from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.mpi.process_sets import global_process_set
+from hvd_compress.systems.servers import Rules, ServerStats
+
+from ..parameters import Parameter, check_model, names_of_parameters
+from ..systems.optimizer import is_distributed
+
+T = TypeVar("T")
+S = TypeVar("S", bound="ServedModel")
+
+
+class ServedModel:
+    """A model whose parameters are moved to the arrays of ``server``, which subclasses make, and
+    back.
+
+    Attributes:
+        server: an object of :mod:`hvd_compress.mpi`, on arrays.
+        is_server: whether this rank serves.
+        rank, size: the number of this worker, and of all workers; shares of the data go by these.
+    """
+
+    server: Any
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            )
+        if is_distributed(optimizer):
+            raise ConfigError(
+                "this optimizer is distributed already, and workers meet at the servers: pass the "
+                "one that it was made from, for instance torch.optim.SGD(...); for local steps on "
+                "a server use hvd.AsynchronousEASGD(model, optimizer)"
+            )
+        check_model(model)
+        self._optimizer = optimizer
+        self._names: Mapping[Parameter, str] = names_of_parameters(
+            optimizer.param_groups, model.named_parameters()
+        )
+        self._parameters = {
+            self._names[p]: p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        }
+        if not self._parameters:
+            raise ConfigError(
+                "no parameter of the optimizer is trained: set requires_grad before the workers "
+                "are made, since servers own what is trained then"
+            )
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {name: as_array(p) for name, p in self._parameters.items()}
+
+    @property
+    def is_server(self) -> bool:
+        return self.server.is_server
+
+    @property
+    def rank(self) -> int:
+        return self.server.rank
+
+    @property
+    def size(self) -> int:
+        return self.server.size
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield the loader's batches on workers, as long as there are servers; none on servers."""
+        return self.server.batches(loader)
+
+    def stats(self) -> list[ServerStats]:
+        """Return what each server has counted, on every rank, behind the ``with`` statement."""
+        return self.server.stats()
+
+    @torch.no_grad()
+    def _load(self) -> None:
+        for name, p in self._parameters.items():
+            p.copy_(torch.from_numpy(self.server.parameters[name]))
+
+    def __enter__(self: S) -> S:
+        self.server.__enter__()
+        if self.is_server:
+            self._load()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.server.__exit__(*error)
+        self._load()
+
+
+def as_array(x: torch.Tensor) -> np.ndarray:
+    """Return an array for the servers, of float64 or else float32."""
+    wide = x.detach().to("cpu", x.dtype if x.dtype == torch.float64 else torch.float32)
+    return wide.numpy()
+
+
+def parameter_server(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    servers: int = 1,
+    worker_timeout: float = 60.0,
+    seed: int = 0,
+    **rules: Any,
+) -> Worker:
+    """Return a worker of a parameter server; a collective, after ``hvd.init()``::
+
+        with hvd.parameter_server(model, optimizer, mode="async") as worker:
+            for x, y in worker.batches(loader):
+                optimizer.zero_grad()
+                loss(model(x), y).backward()
+                worker.step()
+
+    The first ``servers`` ranks serve and get no batches.  The user's optimizer steps there, on the
+    servers' pieces, with the learning rates that it has on the worker.  Buffers of the model, such
+    as running statistics, stay on their rank.
+
+    Args:
+        model: its trained parameters are those of the optimizer; all ranks get those of rank 0.
+        optimizer: of any class that needs no closure; with several servers, one that works element
+            by element.
+        servers, worker_timeout, seed: see :class:`hvd_compress.mpi.ParameterServer`.
+        rules: options of :class:`hvd_compress.systems.servers.Rules`: ``mode``, ``backup``,
+            ``staleness``, ``correction``, ``lam``, ``compression``, ``compression_down``.
+
+    Raises:
+        ConfigError: an option has a value that cannot be honoured.
+        MismatchError: the ranks differ in options or parameters.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError("LBFGS needs a closure, which a server cannot call: use SGD or Adam")
+    return Worker(model, optimizer, servers, worker_timeout, seed, rules)
+
+
+class Worker(ServedModel):
+    """This rank's part; see :func:`parameter_server`.
+
+    Attributes:
+        taken: whether the servers have used the last gradient.
+    """
+
+    server: mpi.ParameterServer
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        servers: int,
+        worker_timeout: float,
+        seed: int,
+        rules: dict[str, Any],
+    ) -> None:
+        super().__init__(model, optimizer)
+        method = Rules(**rules).compression
+        momentum: Any = 0.0
+        nesterov: Any = False
+        if method.takes_momentum:
+            found = {(g.get("momentum"), g.get("nesterov")) for g in optimizer.param_groups}
+            if len(found) > 1 or not isinstance(optimizer, torch.optim.SGD):
+                raise ConfigError(
+                    f"compression={method.name!r} corrects the momentum of torch.optim.SGD, the "
+                    "same for all parameters; use for instance compression='topk:density=0.01'"
+                )
+            momentum, nesterov = found.pop()
+        self.server = mpi.ParameterServer(
+            self._arrays(),
+            _OnServer(optimizer, self._names, bool(method.takes_momentum)),
+            servers=servers,
+            worker_timeout=worker_timeout,
+            seed=seed,
+            momentum=momentum if method.momentum is None else method.momentum,
+            nesterov=nesterov if method.nesterov is None else method.nesterov,
+            comm=global_process_set.communicator,
+            **rules,
+        )
+        self._load()
+
+    @property
+    def taken(self) -> bool:
+        return self.server.taken
+
+    def step(self) -> None:
+        """Send the gradients of the model's parameters, wait until this worker may go on, and give
+        the model the new parameters.  A parameter that has no gradient on any worker stays as it
+        is."""
+        gradients: dict[str, np.ndarray | None] = {}
+        for name, p in self._parameters.items():
+            if p.grad is not None and p.grad.is_sparse:
+                raise UnsupportedError(f"the gradient of {name!r} is sparse: use sparse=False")
+            gradients[name] = None if p.grad is None else as_array(p.grad)
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self.server.step(gradients, rates)
+        self._load()
+
+    def set_epoch(self, epoch: float) -> None:
+        """Announce the epoch, for compressions with schedules by epoch."""
+        self.server.set_epoch(epoch)
+
+
+class _OnServer:
+    """The user's optimizer, over the pieces that a server owns.
+
+    It is a copy, whose parameters share memory with the server's arrays; state that the optimizer
+    has already is cut as the parameters are.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str], frozen: bool
+    ) -> None:
+        self._theirs, self._names, self._without_momentum = optimizer, names, frozen
+        self._copy: torch.optim.Optimizer | None = None
+        self._pieces: dict[str, Parameter] = {}
+
+    def step(
+        self,
+        parameters: Mapping[str, np.ndarray],
+        gradients: Mapping[str, np.ndarray],
+        rates: Sequence[float],
+        scale: float = 1.0,
+    ) -> None:
+        if self._copy is None:
+            self._copy = self._made(parameters)
+        for name, p in self._pieces.items():
+            g = gradients.get(name)
+            p.grad = None if g is None else torch.from_numpy(np.ascontiguousarray(g))
+        for i, group in enumerate(self._copy.param_groups):
+            group["lr"] = scale * (rates[i] if rates else self._theirs.param_groups[i]["lr"])
+        self._copy.step()
+
+    def _made(self, parameters: Mapping[str, np.ndarray]) -> torch.optim.Optimizer:
+        made = copy.copy(self._theirs)
+        made.state, made.param_groups = collections.defaultdict(dict), []
+        for group in self._theirs.param_groups:
+            own = []
+            for p in group["params"]:
+                for name in self._pieces_of(p, parameters):
+                    piece = torch.nn.Parameter(torch.from_numpy(parameters[name]))
+                    self._pieces[name] = piece
+                    own.append(piece)
+                    if p in self._theirs.state:
+                        made.state[piece] = _cut(self._theirs.state[p], p, name, piece)
+            changed = {**group, "params": own}
+            if self._without_momentum:
+                changed |= {"momentum": 0.0, "nesterov": False}
+            made.param_groups.append(changed)
+        return made
+
+    def _pieces_of(self, p: Parameter, parameters: Mapping[str, np.ndarray]) -> list[str]:
+        whole = self._names[p]
+        return [n for n in parameters if n == whole or n.startswith(f"{whole}[")]
+
+
+def _cut(state: Mapping[str, Any], p: Parameter, name: str, piece: Parameter) -> dict[str, Any]:
+    """Return the part of a parameter's state that belongs to a piece."""
+    rows = slice(None)
+    if name.endswith("]") and p.dim() and len(piece) < len(p):
+        rows = slice(*map(int, name.rpartition("[")[2][:-1].split(":")))
+    return {
+        key: x[rows].detach().clone().to(piece.dtype)
+        if isinstance(x, torch.Tensor) and x.shape == p.shape and p.dim()
+        else copy.deepcopy(x)
+        for key, x in state.items()
+    }
+
+
+class _Asynchronous(ServedModel):
+    server_class: ClassVar[Any]
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> None:
+        super().__init__(model, optimizer)
+        comm = global_process_set.communicator
+        self.server = self.server_class(self._arrays(), comm=comm, **options)
+        self._load()
+
+    def step(self, loss: Any) -> None:
+        """Let the optimizer step on this worker's gradients, and tell the server.
+
+        Args:
+            loss: of the batch, a number or a tensor of one element.
+        """
+        self._optimizer.step()
+        self.server.step(self._arrays(), float(torch.as_tensor(loss).detach()))
+        self._load()
+        if self.server.recovered:  # momentum would lead to NaN again
+            self._optimizer.state.clear()
+
+
+class AsynchronousLeaderSGD(_Asynchronous):
+    """Leader SGD whose workers take steps at their own speed; a collective, after ``hvd.init()``::
+
+        with hvd.AsynchronousLeaderSGD(model, optimizer, local_every=4) as worker:
+            for x, y in worker.batches(loader):
+                optimizer.zero_grad()
+                value = loss(model(x), y)
+                value.backward()
+                worker.step(value)
+
+    Rank 0 counts the steps of all and names the leaders; it gets no batches.  Behind the statement
+    all ranks have the mean of the workers' models.  Buffers of the model stay on their rank.
+
+    Args:
+        model: its trained parameters are those of the optimizer; all ranks begin with rank 0's.
+        optimizer: takes the local steps.
+        options: of :class:`hvd_compress.systems.rounds.LeaderSGD`, whose ranks are workers here,
+            which count from 0, and whose periods are steps per worker, on average.
+        worker_timeout: seconds after which the others go on without a silent worker.
+
+    Raises:
+        ConfigError: an option has a value that cannot be honoured.
+        MismatchError: the ranks differ in options or parameters.
+
+    A rank alone has nobody to serve:
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> hvd.AsynchronousLeaderSGD(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    Traceback (most recent call last):
+        ...
+    hvd_compress.errors.ConfigError: servers=1 of 1 ranks: there must be a server and a worker, ...
+    """
+
+    server_class = mpi.AsynchronousLeaderSGD
+
+
+class AsynchronousEASGD(_Asynchronous):
+    """Elastic averaging whose workers meet the centre at their own speed; a collective.  It is used
+    as :class:`AsynchronousLeaderSGD`; behind the statement all ranks have the centre.
+
+    With ``torch.optim.SGD(..., nesterov=True)`` it is asynchronous EAMSGD, but that the force acts
+    at the parameters after the local step.
+
+    Args:
+        model, optimizer: see :class:`AsynchronousLeaderSGD`.
+        options: of :class:`hvd_compress.mpi.AsynchronousEASGD`.
+
+    Raises: what :class:`AsynchronousLeaderSGD` does.
+
+    A rank alone has nobody to serve:
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> hvd.AsynchronousEASGD(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    Traceback (most recent call last):
+        ...
+    hvd_compress.errors.ConfigError: servers=1 of 1 ranks: there must be a server and a worker, ...
+    """
+
+    server_class = mpi.AsynchronousEASGD
+
+    def step(self, loss: Any = None) -> None:
+        """Let the optimizer step on this worker's gradients, and meet the centre if that is due.
+
+        Args:
+            loss: not needed, since elastic averaging has no leader.
+        """
+        super().step(0.0 if loss is None else loss)
