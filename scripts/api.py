@@ -134,9 +134,9 @@ MORE = {
         "systems.optimizer.LocalStepsOptimizer",
     ],
     f"{ALL}.tensorflow": ["DistributedGradientTape", "binding.Binding"],
-    f"{ALL}.tensorflow.keras": ["DistributedOptimizer", "*OPTIMIZERS", "*TRAINING"],
+    f"{ALL}.tensorflow.keras": ["DistributedOptimizer", "*OPTIMIZERS", "*SYSTEMS"],
     f"{ALL}.tensorflow.keras.callbacks": ["CompressionCallback"],
-    f"{ALL}.tensorflow.keras.mpi": ["*OPTIMIZERS", "*TRAINING"],
+    f"{ALL}.tensorflow.keras.mpi": ["*OPTIMIZERS", "*SYSTEMS"],
 }
 
 
