@@ -35,8 +35,9 @@ def encode(codec, x):
     assert code.dtype == np.uint8
     assert code.size == codec.size(x.size, x.dtype)
     columns = -(-x.size // codec.column)
-    split = columns * codec.levels * x.itemsize
-    return code[:split].view(x.dtype).reshape(columns, codec.levels), code[split:]
+    levels = 2 if isinstance(codec, column_means) else 1
+    split = columns * levels * x.itemsize
+    return code[:split].view(x.dtype).reshape(columns, levels), code[split:]
 
 
 def there_and_back(codec, x):
