@@ -533,6 +533,7 @@ def test_a_steady_step_of_torch_needs_no_large_blocks(method):
     it, and float16 as much again for the result."""
     n = 2_000_000
     reducer = Reducer(method, LocalEngine(), in_place=True, momentum=0.9 * method.takes_momentum)
+    torch.manual_seed(0)
     steps = [{"x": torch.randn(1000, n // 1000), "b": torch.randn(100)} for _ in range(6)]
     for gradients in steps[:4]:
         reducer.reduce(gradients)
