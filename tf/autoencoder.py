@@ -1,5 +1,5 @@
 """The autoencoder of LGC in TensorFlow, in graphs as well; see
-:class:`hvd_compress.learned.layout.Network`."""
+:class:`hvd_compress.learned.layout.Autoencoder`."""
 
 from __future__ import annotations
 

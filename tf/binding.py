@@ -37,7 +37,7 @@ from . import backend, saved_state
 from .contexts import check_context, check_device
 from .rows import merged
 from .runtime import Common, Number, Runtime
-from .slots import Slot, names_of_groups
+from .slots import TensorSlot, names_of_groups
 from .store import COUNTED, Exchanged, VariableStore, exchange, scaled
 
 logger = logging.getLogger("hvd_compress")
@@ -85,7 +85,7 @@ class Binding(tf.train.experimental.PythonState):
         self,
         runtime: Runtime,
         compression: Any,
-        slots: Sequence[Slot],
+        slots: Sequence[TensorSlot],
         options: HorovodOptions | None = None,
         *,
         momentum: float = 0.0,
@@ -390,7 +390,7 @@ class Binding(tf.train.experimental.PythonState):
         reduce = self._traced if tf.executing_eagerly() else self._reduce
         return reduce(list(gradients), places, scale, tuple(common))
 
-    def _check(self, slot: Slot, gradient: Gradient) -> None:
+    def _check(self, slot: TensorSlot, gradient: Gradient) -> None:
         if gradient is not None and not hasattr(gradient, "shape"):
             raise ConfigError(
                 f"the gradient of {slot.name} must be a tensor, tf.IndexedSlices or None; got "
@@ -514,7 +514,7 @@ class Binding(tf.train.experimental.PythonState):
             sums=self._sums,
         )
 
-        def what(method: Compressor, slot: Slot, gradient: Any) -> Any:
+        def what(method: Compressor, slot: TensorSlot, gradient: Any) -> Any:
             own = method.for_tensor(slot.name, tuple(slot.shape))
             return own.rows_at(context) if _is_rows(gradient) else own.chain(gradient, context)
 
@@ -609,13 +609,13 @@ class Binding(tf.train.experimental.PythonState):
         own = self.states[str(i)]
         return own[key] if key in own else self.states[str(self._home_of[i])][key]
 
-    def per_rank(self, slot: Slot) -> frozenset[str]:
+    def per_rank(self, slot: TensorSlot) -> frozenset[str]:
         """Return the keys of a slot's state under which ranks differ."""
         method = self.method_for(slot)
         found = method.per_rank(tf.zeros(slot.shape, slot.dtype))
         return found | {"residual"} if keeps_residual(method) else found
 
-    def method_for(self, slot: Slot) -> Compressor:
+    def method_for(self, slot: TensorSlot) -> Compressor:
         """Return the method of a slot."""
         return self.method.for_tensor(slot.name, tuple(slot.shape))
 

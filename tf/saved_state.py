@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.reduce.state_file import (
-    Header,
+    StateHeader,
     entry,
     read_header,
     refused,
@@ -37,7 +37,7 @@ HEADER = "header"
 def to_arrays(binding: Any) -> dict[str, np.ndarray]:
     """Return all state of a binding as NumPy arrays by flat names."""
     engine, epoch = binding.engine, float(binding.epoch)
-    own = Header(
+    own = StateHeader(
         binding.method.to_config(),
         int(binding.step),
         engine.rank,

@@ -13,7 +13,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.sharding import shards_of
 
 
-class Slot(NamedTuple):
+class TensorSlot(NamedTuple):
     """The name, shape and dtype of a variable."""
 
     name: str
@@ -21,14 +21,14 @@ class Slot(NamedTuple):
     dtype: tf.DType
 
 
-def slots_of(variables: Sequence[Any]) -> list[Slot]:
+def slots_of(variables: Sequence[Any]) -> list[TensorSlot]:
     """Return the slots of TensorFlow's or Keras's variables; names are made unique."""
     if not isinstance(variables, Sequence) or isinstance(variables, str | bytes):
         raise ConfigError(
             f"variables must be a list of variables, such as model.trainable_variables; got "
             f"{type(variables).__name__}"
         )
-    slots: list[Slot] = []
+    slots: list[TensorSlot] = []
     taken: set[str] = set()
     for variable in variables:
         if not hasattr(variable, "assign"):
@@ -38,7 +38,7 @@ def slots_of(variables: Sequence[Any]) -> list[Slot]:
         while name in taken:
             name = f"{base}_{next(numbers)}"
         taken.add(name)
-        slots.append(Slot(name, tf.TensorShape(variable.shape), tf.as_dtype(variable.dtype)))
+        slots.append(TensorSlot(name, tf.TensorShape(variable.shape), tf.as_dtype(variable.dtype)))
     return slots
 
 
@@ -63,7 +63,7 @@ def places_of_groups(groups: Any, variables: Sequence[Any]) -> Any:
 
 
 def names_of_groups(
-    groups: Any, slots: Sequence[Slot], places: list[int]
+    groups: Any, slots: Sequence[TensorSlot], places: list[int]
 ) -> list[list[str]] | None:
     """Return the names of variables that are exchanged together, of those at ``places``, which
     have gradients; ``groups`` as :func:`places_of_groups` returned it."""

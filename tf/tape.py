@@ -24,7 +24,7 @@ from .binding import Binding
 from .common_values import sample_of
 from .contexts import check_context
 from .runtime import Runtime
-from .slots import Slot, native, places_of_groups, slots_of
+from .slots import TensorSlot, native, places_of_groups, slots_of
 
 _BINDINGS = "_hvd_compress_bindings"
 #: the options of ``bind``: Horovod's but for the passes, which are an optimizer's, and momentum's
@@ -306,7 +306,9 @@ def _binding_for(
     key = (runtime, method, name, shapes, repr(sorted(options.items())), chosen.size())
     if key not in _by_name and key not in _stateless:
         slots = [
-            Slot(name if len(tensors) == 1 else f"{name}.{i}", tf.TensorShape(t.shape), t.dtype)
+            TensorSlot(
+                name if len(tensors) == 1 else f"{name}.{i}", tf.TensorShape(t.shape), t.dtype
+            )
             for i, t in enumerate(tensors)
         ]
         groups = [list(range(len(slots)))] if len(slots) > 1 else None

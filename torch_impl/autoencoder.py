@@ -1,5 +1,5 @@
 """The autoencoder of LGC in PyTorch, on the device of its weights; see
-:class:`hvd_compress.learned.layout.Network`."""
+:class:`hvd_compress.learned.layout.Autoencoder`."""
 
 from __future__ import annotations
 

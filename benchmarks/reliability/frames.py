@@ -145,9 +145,9 @@ def _others(seed: int) -> Iterator[Frame]:
             N,
             (0,),
         )
-    for kind in messages.Kind:
+    for kind in messages.MessageKind:
         parts = [random.integers(0, 256, size, np.uint8) for size in (0, 9, 64)]
-        message = messages.encode(messages.Message(kind, 1, 5, parts), 3)
+        message = messages.encode(messages.ServerMessage(kind, 1, 5, parts), 3)
 
         def read(f: np.ndarray) -> tuple[Any, ...]:
             found = messages.decode(f, 3, "a rank")

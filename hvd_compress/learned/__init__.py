@@ -1,6 +1,6 @@
 """LGC, whose autoencoder the ranks train on their gradients and then send latents of.
 
-A network is a module with the functions of :class:`~hvd_compress.learned.layout.Network`;
+A network is a module with the functions of :class:`~hvd_compress.learned.layout.Autoencoder`;
 each framework has its own.  All weights are one flat array that begins alike everywhere, so that
 frameworks can be compared, and checkpoints loaded by another one.
 """

@@ -18,8 +18,8 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.learned import numpy_network
 from hvd_compress.learned.layout import latent_size
 from hvd_compress.learned.learning import (
+    CodedTensor,
     Learned,
-    Part,
     bounds,
     encode_all,
     product,
@@ -70,7 +70,7 @@ class learned_allreduce(Learned, name="learned_allreduce"):
         return values, values.mean(0), None
 
     def _aggregate_coded(
-        self, parts: Sequence[Part], weights: Array
+        self, parts: Sequence[CodedTensor], weights: Array
     ) -> Generator[Request, Any, list[Aggregated]]:
         x, context, counts = parts[0].x, parts[0].context, [part.k for part in parts]
         xp, k, tensors = backend_of(x), sum(counts), len(parts)
@@ -161,7 +161,7 @@ class learned_server(Learned, name="learned_server"):
         return np.sort(np.argsort(-np.abs(values), kind="stable")[:m])
 
     def _aggregate_coded(
-        self, parts: Sequence[Part], weights: Array
+        self, parts: Sequence[CodedTensor], weights: Array
     ) -> Generator[Request, Any, list[Aggregated]]:
         x, context, counts = parts[0].x, parts[0].context, [part.k for part in parts]
         xp, ranks, k, tensors = backend_of(x), context.size, sum(counts), len(parts)

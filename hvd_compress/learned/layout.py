@@ -47,7 +47,7 @@ SLOPE = 0.01
 LEAST = 31
 
 
-class Network(Protocol):
+class Autoencoder(Protocol):
     """Functions of the flat ``weights``; batches of values are (batch, n), of latents
     (batch, ``latent_size(n)``).  All have the dtype of the weights.
 
@@ -127,7 +127,7 @@ def first_weights(decoders: int, innovation: bool) -> np.ndarray:
     return weights
 
 
-class Weights(NamedTuple):
+class AutoencoderWeights(NamedTuple):
     """(kernel, bias) of each layer."""
 
     encoder: list[tuple[Array, Array]]
@@ -136,7 +136,7 @@ class Weights(NamedTuple):
 
 def unpacked(
     weights: Array, size: int, innovation: bool, reshape: Callable[[Array, Any], Array]
-) -> Weights:
+) -> AutoencoderWeights:
     """Return views of the ``size`` numbers of ``weights``, by layer."""
     parts, at = [], 0
     one, encoder = weights_of(layers(1, innovation)[len(ENCODER) :]), weights_of(ENCODER)
@@ -146,4 +146,4 @@ def unpacked(
         at = end + layer.outputs
     first, each = len(ENCODER), len(DECODER) + 1
     decoders = [parts[i : i + each] for i in range(first, len(parts), each)]
-    return Weights(parts[:first], decoders)
+    return AutoencoderWeights(parts[:first], decoders)

@@ -22,7 +22,7 @@ from hvd_compress.config import check_choice, check_fraction, converted
 from hvd_compress.errors import ConfigError, PoorFit
 from hvd_compress.learned.layout import LEAST, first_weights
 from hvd_compress.learned.network import network_of
-from hvd_compress.meetings.leader_top_k import Selection, joined, leaders_choice
+from hvd_compress.meetings.leader_top_k import LeaderSelection, joined, leaders_choice
 from hvd_compress.operators import top_k
 from hvd_compress.operators.top_k import count
 from hvd_compress.requests import Gather, Joint, Request, Sum
@@ -49,7 +49,7 @@ def settled_after(settled: Start | None, start: Start) -> Start:
     return After("step", 3) if start else start
 
 
-class Part(NamedTuple):
+class CodedTensor(NamedTuple):
     """A flat tensor whose selected elements an autoencoder codes, with its state."""
 
     via: Learned
@@ -62,11 +62,11 @@ class Part(NamedTuple):
         return count(backend_of(self.x).size(self.x), self.via.density)
 
 
-class Selected(NamedTuple):
+class SelectedValues(NamedTuple):
     """The elements of some tensors that were selected: their indices in each, and this rank's
     values end to end."""
 
-    parts: Sequence[Part]
+    parts: Sequence[CodedTensor]
     indices: list[Array]
     values: Array
 
@@ -93,8 +93,8 @@ def bounds(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def selected(
-    parts: Sequence[Part], more: Any = None, size: int = 0
-) -> Generator[Request, Any, tuple[Selected, Array]]:
+    parts: Sequence[CodedTensor], more: Any = None, size: int = 0
+) -> Generator[Request, Any, tuple[SelectedValues, Array]]:
     """Return what the leader selects, and the ``size`` numbers that ``more`` makes of the values
     there."""
     xp = backend_of(parts[0].x)
@@ -103,11 +103,11 @@ def selected(
         taken = [xp.take(part.x, own) for part, own in zip(parts, indices, strict=True)]
         return joined(xp, taken)
 
-    selections = [Selection(part.via._select, part.x, part.k, part.context) for part in parts]
+    selections = [LeaderSelection(part.via._select, part.x, part.k, part.context) for part in parts]
     found, numbers = yield from leaders_choice(
         selections, (lambda indices: more(values_at(indices))) if more else None, size
     )
-    return Selected(parts, found, values_at(found)), numbers
+    return SelectedValues(parts, found, values_at(found)), numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Learned(Aggregator):
     def aggregate(
         self, x: Array, state: State, context: Context
     ) -> Generator[Request, Any, Aggregated]:
-        part = Part(self, x, state, context)
+        part = CodedTensor(self, x, state, context)
         if not self._is_shared:
             (aggregated,) = yield from self._aggregate_all([part])
             return aggregated
@@ -210,7 +210,9 @@ class Learned(Aggregator):
         kind = xp.dtype(x), device
         return (yield Joint(_aggregate_together, part, part.k, kind, together=True))
 
-    def _aggregate_all(self, parts: Sequence[Part]) -> Generator[Request, Any, list[Aggregated]]:
+    def _aggregate_all(
+        self, parts: Sequence[CodedTensor]
+    ) -> Generator[Request, Any, list[Aggregated]]:
         """One autoencoder for all parts; its state is in one of them, or about to be made."""
         home = next((i for i, part in enumerate(parts) if part.state), 0)
         state = parts[home].state
@@ -223,7 +225,7 @@ class Learned(Aggregator):
         return results
 
     def _train_or_code(
-        self, parts: Sequence[Part], state: State
+        self, parts: Sequence[CodedTensor], state: State
     ) -> Generator[Request, Any, tuple[list[Aggregated], State]]:
         x, context = parts[0].x, parts[0].context
         if not started(self.start, context.step, context.epoch):
@@ -240,7 +242,7 @@ class Learned(Aggregator):
 
     @abc.abstractmethod
     def _aggregate_coded(
-        self, parts: Sequence[Part], weights: Array
+        self, parts: Sequence[CodedTensor], weights: Array
     ) -> Generator[Request, Any, list[Aggregated]]:
         """When training is over."""
 
@@ -252,7 +254,7 @@ class Learned(Aggregator):
         what should leave it, and the innovations."""
 
     def _train(
-        self, parts: Sequence[Part], state: State
+        self, parts: Sequence[CodedTensor], state: State
     ) -> Generator[Request, Any, tuple[list[Aggregated], State]]:
         x, context, counts = parts[0].x, parts[0].context, [part.k for part in parts]
         xp, ranks, k = backend_of(x), context.size, sum(counts)
@@ -313,7 +315,7 @@ class Learned(Aggregator):
         return {**kept, "quality": xp.concat([averages, steps])}
 
 
-def _aggregate_together(parts: list[Part]) -> Generator[Request, Any, list[Aggregated]]:
+def _aggregate_together(parts: list[CodedTensor]) -> Generator[Request, Any, list[Aggregated]]:
     """One exchange for all tensors that share an autoencoder.  Their order is that of their names,
     since an order of readiness may be another one after a checkpoint."""
     order = sorted(range(len(parts)), key=lambda i: natural(parts[i].context.name))
@@ -342,7 +344,7 @@ def natural(name: str) -> tuple[str | int, ...]:
     return tuple(int(part) if i % 2 else part for i, part in enumerate(parts))
 
 
-def _aggregate_values(parts: Sequence[Part]) -> Generator[Request, Any, list[Aggregated]]:
+def _aggregate_values(parts: Sequence[CodedTensor]) -> Generator[Request, Any, list[Aggregated]]:
     """Sum the selected values as they are."""
     choice, _ = yield from selected(parts)
     total = yield Sum(choice.values)

@@ -19,7 +19,7 @@ _MODULES = {
 
 
 def network_of(x: Array) -> Any:
-    """Return the module with the functions of :class:`~hvd_compress.learned.layout.Network`
+    """Return the module with the functions of :class:`~hvd_compress.learned.layout.Autoencoder`
     for arrays such as ``x``: NumPy's, or the framework's that the array belongs to."""
     return importlib.import_module(_MODULES[library_of(type(x))])
 
@@ -42,7 +42,7 @@ class Layers(NamedTuple):
 
 
 def encoded(nn: Layers, weights: Array, values: Array) -> Array:
-    """Return the latents of values; see :class:`~hvd_compress.learned.layout.Network`."""
+    """Return the latents of values; see :class:`~hvd_compress.learned.layout.Autoencoder`."""
     xp = backend_of(weights)
     parameters = unpacked(weights, xp.size(weights), False, xp.reshape).encoder
     return _encoded(nn, parameters, values)
@@ -51,7 +51,7 @@ def encoded(nn: Layers, weights: Array, values: Array) -> Array:
 def loss(
     nn: Layers, weights: Array, values: Array, innovations: Array | None, leader: Any
 ) -> tuple[Array, Array]:
-    """Return ``(loss, decoded)``; see :class:`~hvd_compress.learned.layout.Network`."""
+    """Return ``(loss, decoded)``; see :class:`~hvd_compress.learned.layout.Autoencoder`."""
     xp = backend_of(weights)
     encoder, decoders = unpacked(weights, xp.size(weights), innovations is not None, xp.reshape)
     ranks, n = xp.shape(values)

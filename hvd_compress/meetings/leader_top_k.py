@@ -62,7 +62,7 @@ class leader_top_k(Aggregator, name="leader_top_k"):
         k = self._select.count(xp.size(x), context)
         if k == xp.size(x):
             return (yield from summed(x, state, context))
-        (indices,), _ = yield from leaders_choice([Selection(self._select, x, k, context)])
+        (indices,), _ = yield from leaders_choice([LeaderSelection(self._select, x, k, context)])
         values = xp.take(x, indices)
         total = yield Sum(values)
         values_mean = xp.divided(total, context.size)
@@ -70,7 +70,7 @@ class leader_top_k(Aggregator, name="leader_top_k"):
         return Aggregated(mean, Sparse(indices, values), xp.all_finite(values_mean))
 
 
-class Selection(NamedTuple):
+class LeaderSelection(NamedTuple):
     """The ``k`` elements of a flat tensor that ``select`` finds."""
 
     select: top_k
@@ -80,7 +80,7 @@ class Selection(NamedTuple):
 
 
 def leaders_choice(
-    selections: Sequence[Selection],
+    selections: Sequence[LeaderSelection],
     more: Callable[[list[Array]], Array] | None = None,
     size: int = 0,
 ) -> Generator[Request, Any, tuple[list[Array], Array]]:

@@ -14,7 +14,7 @@ MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Adam(Formula):
+class AdamFormula(Formula):
     """Momentum m, ``exp_avg``, and variance v, ``exp_avg_sq``."""
 
     slots: ClassVar[tuple[Slot, ...]] = MOMENTS
@@ -46,7 +46,7 @@ class Adam(Formula):
 
 
 @dataclasses.dataclass(frozen=True)
-class FrozenAdam(Adam):
+class FrozenAdam(AdamFormula):
     """Adam whose variance is not updated in all steps.  Subclasses define in which it is."""
 
     counts = ("step", "variance_step")

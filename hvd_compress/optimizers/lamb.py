@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from hvd_compress.backends import Array, backend_of
-from hvd_compress.optimizers.adam import Adam
+from hvd_compress.optimizers.adam import AdamFormula
 from hvd_compress.optimizers.base import Now, State, quotient
 
 
 @dataclasses.dataclass(frozen=True)
-class LAMB(Adam):
+class LAMB(AdamFormula):
     """Adam whose steps are as long as each layer's weights, times the learning rate::
 
         m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2

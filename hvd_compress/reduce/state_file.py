@@ -28,7 +28,7 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 VERSION = 1
 
 
-class Header(NamedTuple):
+class StateHeader(NamedTuple):
     """The beginning of every state.
 
     Attributes:
@@ -71,7 +71,7 @@ class Header(NamedTuple):
 def header_of(reducer: Any, consolidated: bool) -> dict[str, Any]:
     """Return the header of the state of a reducer."""
     engine, chooser = reducer.engine, reducer.chooser
-    return Header(
+    return StateHeader(
         reducer.compression.to_config(),
         reducer.step,
         engine.rank,
@@ -83,7 +83,7 @@ def header_of(reducer: Any, consolidated: bool) -> dict[str, Any]:
     ).saved()
 
 
-def read_header(state: Any) -> Header:
+def read_header(state: Any) -> StateHeader:
     """Return the header of a state, or raise ``ConfigError``."""
     if (version := whole(state, "version")) != VERSION:
         raise refused(f"it has version {version}; known is {VERSION}")
@@ -97,7 +97,7 @@ def read_header(state: Any) -> Header:
         raise refused(f"it was saved by rank {rank} of {size}")
     consolidated = bool(entry(state, "consolidated", (bool, int)))
     step, seed = whole(state, "step"), whole(state, "seed", -(2**63))
-    return Header(method, step, rank, size, consolidated, epoch, seed, state.get("choice"))
+    return StateHeader(method, step, rank, size, consolidated, epoch, seed, state.get("choice"))
 
 
 def restored(

@@ -12,7 +12,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import Member, joined
-from hvd_compress.reduce.state_file import Header, entry, read_header, refused
+from hvd_compress.reduce.state_file import StateHeader, entry, read_header, refused
 from hvd_compress.requests import Collective
 from hvd_compress.stats import Record
 from hvd_compress.systems.base import Arrays, State
@@ -24,7 +24,7 @@ Exchange = Generator[Collective, Any, Any]
 class Saved(NamedTuple):
     """The checked contents of a checkpoint; ``is_own``: it is this rank's."""
 
-    header: Header
+    header: StateHeader
     is_own: bool
     state: State
     arrived: State
@@ -145,7 +145,7 @@ class Owner:
         self.bring_in()
         engine, system = self.engine, {"method": self.system}
         return {
-            **Header(system, self.step, engine.rank, engine.size, consolidated).saved(),
+            **StateHeader(system, self.step, engine.rank, engine.size, consolidated).saved(),
             "state": _copied(self.state),
             "arrived": _copied(self._arrived),
             **more,

@@ -24,7 +24,7 @@ from hvd_compress.learned.layout import (
     latent_size,
     lengths,
 )
-from hvd_compress.meetings.leader_top_k import Selection, leaders_choice
+from hvd_compress.meetings.leader_top_k import LeaderSelection, leaders_choice
 from hvd_compress.stats import Record
 from hvd_compress.tensorflow import autoencoder as tensorflow_network
 from hvd_compress.torch import autoencoder as torch_network
@@ -425,7 +425,7 @@ def test_a_nonfinite_tensor_leaves_what_is_common(via, name, step):
 def test_another_tensors_indices_are_noticed():
     """Of 40 indices, as many as expected, one more is in the first tensor."""
     selections = [
-        Selection(top_k(0.04), np.arange(n, dtype=np.float32), k, Context(size=2))
+        LeaderSelection(top_k(0.04), np.arange(n, dtype=np.float32), k, Context(size=2))
         for n, k in ((600, 24), (400, 16))
     ]
     wrong = [selections[0]._replace(k=25), selections[1]._replace(k=15)]

@@ -40,7 +40,7 @@ def frames():
     yield pytest.param(encode_dense(X), lambda f: decode(f, 8, "float32"), id="dense")
     rows = encode_rows(PLACES, np.zeros(8 * 12, np.uint8), N)
     yield pytest.param(rows, lambda f: decode_rows(f, N, 12), id="rows")
-    message = messages.Message(messages.Kind(1), 0, 5, [np.zeros(9, np.uint8)])
+    message = messages.ServerMessage(messages.MessageKind(1), 0, 5, [np.zeros(9, np.uint8)])
     yield pytest.param(
         messages.encode(message, 3), lambda f: messages.decode(f, 3, "a rank"), id="servers"
     )

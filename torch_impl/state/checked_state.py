@@ -10,7 +10,7 @@ import torch
 
 from hvd_compress.config import is_number, is_whole
 from hvd_compress.optimizers import Formula
-from hvd_compress.reduce.state_file import Header, check_array, entry, read_header, refused
+from hvd_compress.reduce.state_file import StateHeader, check_array, entry, read_header, refused
 
 from .optimizer_host import FormulaOptimizer
 from .store import PREFIX
@@ -29,7 +29,7 @@ class Entries(NamedTuple):
     have_buffer: bool
 
 
-def checked_header(state_dict: Any, parameters: int) -> tuple[Header | None, set[int]]:
+def checked_header(state_dict: Any, parameters: int) -> tuple[StateHeader | None, set[int]]:
     """Return what :func:`state_dict` says of itself, ``None`` for the state dict of a plain
     optimizer, and the places of parameters whose gradients are rows."""
     saved = state_dict.get(KEY) if isinstance(state_dict, Mapping) else None

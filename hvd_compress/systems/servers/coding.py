@@ -16,7 +16,7 @@ from hvd_compress.systems.servers.messages import Arrays
 from hvd_compress.systems.servers.rules import Rules
 
 
-class Encoded(NamedTuple):
+class CodedMessage(NamedTuple):
     """Parts of a message, what the receiver reads from them, and the sender's new states."""
 
     parts: list[np.ndarray]
@@ -25,7 +25,7 @@ class Encoded(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Coder:
+class LinkCoder:
     """Both ends of one way, of one worker.
 
     Args:
@@ -41,7 +41,7 @@ class Coder:
 
     def encode(
         self, arrays: Mapping[str, np.ndarray], states: Mapping[str, State], step: int, epoch: float
-    ) -> Encoded:
+    ) -> CodedMessage:
         """Compress arrays by name; ``states`` lacks those of tensors that were never sent."""
         parts: list[np.ndarray] = []
         values, after = {}, {}
@@ -61,7 +61,7 @@ class Coder:
                 raise _refused(method, str(error)) from None
             parts.append(encoded.message)
             values[name], after[name] = _dense(encoded.sent, x), encoded.state
-        return Encoded(parts, values, after)
+        return CodedMessage(parts, values, after)
 
     def decode(
         self,
@@ -113,12 +113,12 @@ class Coder:
 
 def coders(
     rules: Rules, worker: int, seed: int, momentum: float, nesterov: bool
-) -> tuple[Coder, Coder]:
+) -> tuple[LinkCoder, LinkCoder]:
     """Return the coders of the ways from a worker and to it."""
     # Workers draw different random numbers, which the server can draw again.
     own = seed * 2**20 + worker
     up, down = (
-        Coder(method, own, *((momentum, nesterov) if method.takes_momentum else ()))
+        LinkCoder(method, own, *((momentum, nesterov) if method.takes_momentum else ()))
         for method in (rules.compression, rules.compression_down)
     )
     return up, down

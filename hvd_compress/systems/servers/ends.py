@@ -10,8 +10,8 @@ import numpy as np
 
 from hvd_compress.systems.servers.messages import (
     Arrays,
-    Kind,
-    Message,
+    MessageKind,
+    ServerMessage,
     ServerStats,
     arrays_of,
     bytes_of,
@@ -64,7 +64,7 @@ class ServerEnd(abc.ABC):
             PayloadError: the frame is damaged, or of other rules.
         """
         message = decode(frame, self._tag, f"worker {worker}")
-        if message.kind is Kind.LEAVE:
+        if message.kind is MessageKind.LEAVE:
             self.stats.left(worker, bool(message.flag))
             return self._left(worker, message)
         self.stats.bytes_up += frame.nbytes
@@ -86,9 +86,11 @@ class ServerEnd(abc.ABC):
     def end(self) -> np.ndarray:
         """Return the last frame, with the last parameters and the statistics."""
         arrays = [bytes_of(x) for x in self._last_parameters().values()]
-        return encode(Message(Kind.END, parts=[self.stats.to_bytes(), *arrays]), self._tag)
+        return encode(
+            ServerMessage(MessageKind.END, parts=[self.stats.to_bytes(), *arrays]), self._tag
+        )
 
-    def _to(self, worker: int, message: Message) -> Reply:
+    def _to(self, worker: int, message: ServerMessage) -> Reply:
         frame = encode(message, self._tag)
         self.stats.bytes_down += frame.nbytes
         return Reply(worker, frame)
@@ -96,7 +98,7 @@ class ServerEnd(abc.ABC):
     def _last_parameters(self) -> Arrays:
         return self.parameters
 
-    def _left(self, worker: int, message: Message) -> list[Reply]:
+    def _left(self, worker: int, message: ServerMessage) -> list[Reply]:
         """Go on without a worker that has said that it leaves."""
         return self._without(worker)
 
@@ -106,11 +108,11 @@ class ServerEnd(abc.ABC):
         return []
 
     @abc.abstractmethod
-    def _pushed(self, worker: int, message: Message) -> list[Reply]:
+    def _pushed(self, worker: int, message: ServerMessage) -> list[Reply]:
         """Take what a worker has pushed."""
 
     @abc.abstractmethod
-    def _returned(self, worker: int, message: Message) -> list[Reply]:
+    def _returned(self, worker: int, message: ServerMessage) -> list[Reply]:
         """Take up a worker that was taken for lost."""
 
 
@@ -139,7 +141,7 @@ class WorkerEnd(abc.ABC):
     def leave(self, *, failed: bool = False) -> np.ndarray:
         """Return the frame that says that this worker sends no more."""
         parts = [] if failed else self._last_parts()
-        return encode(Message(Kind.LEAVE, int(failed), parts=parts), self._tag)
+        return encode(ServerMessage(MessageKind.LEAVE, int(failed), parts=parts), self._tag)
 
     def receive(self, frame: np.ndarray) -> bool:
         """Take a frame of the server, and return whether it is the one that was waited for: a reply
@@ -149,10 +151,10 @@ class WorkerEnd(abc.ABC):
             PayloadError: the frame is damaged, or of other rules.
         """
         message = decode(frame, self._tag, self._server)
-        if message.kind is Kind.BEAT:
+        if message.kind is MessageKind.BEAT:
             return False
         self.bytes_received += frame.nbytes
-        if message.kind is Kind.END:
+        if message.kind is MessageKind.END:
             head, *parts = message.parts
             self.stats = ServerStats.from_bytes(head)
             self.parameters = arrays_of(parts, self.parameters, self._server)
@@ -160,7 +162,7 @@ class WorkerEnd(abc.ABC):
             self._replied(message)
         return True
 
-    def _sent(self, message: Message) -> np.ndarray:
+    def _sent(self, message: ServerMessage) -> np.ndarray:
         frame = encode(message, self._tag)
         self.bytes_sent += frame.nbytes
         return frame
@@ -170,5 +172,5 @@ class WorkerEnd(abc.ABC):
         return []
 
     @abc.abstractmethod
-    def _replied(self, message: Message) -> None:
+    def _replied(self, message: ServerMessage) -> None:
         """Take the reply to a push."""

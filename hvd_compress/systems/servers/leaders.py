@@ -26,7 +26,13 @@ from hvd_compress.systems.base import all_finite
 from hvd_compress.systems.rounds.groups import Groups, groups_of
 from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
 from hvd_compress.systems.servers.ends import Reply, ServerEnd, WorkerEnd
-from hvd_compress.systems.servers.messages import Arrays, Kind, Message, arrays_of, bytes_of
+from hvd_compress.systems.servers.messages import (
+    Arrays,
+    MessageKind,
+    ServerMessage,
+    arrays_of,
+    bytes_of,
+)
 from hvd_compress.systems.servers.pieces import added
 
 
@@ -92,16 +98,16 @@ class LeaderServer(ServerEnd):
         self._has = dict.fromkeys([(w, role) for w in self.active for role in self._pulls], 0)
         self._last: dict[int, Arrays] = {}  # parameters of workers that have left
 
-    def _left(self, worker: int, message: Message) -> list[Reply]:
+    def _left(self, worker: int, message: ServerMessage) -> list[Reply]:
         if message.parts:
             self._last[worker] = arrays_of(message.parts, self.parameters, f"worker {worker}")
         return self._without(worker)
 
-    def _returned(self, worker: int, message: Message) -> list[Reply]:
+    def _returned(self, worker: int, message: ServerMessage) -> list[Reply]:
         self.active.add(worker)
         return self._pushed(worker, message)
 
-    def _pushed(self, worker: int, message: Message) -> list[Reply]:
+    def _pushed(self, worker: int, message: ServerMessage) -> list[Reply]:
         head, *parts = message.parts
         self._losses[worker].append(float(head.view("<f8")[0]))
         self._count += 1
@@ -176,7 +182,7 @@ class LeaderServer(ServerEnd):
                 news |= role
         parts = [part for own in found.values() for part in own]
         flag = int(asked) | int(news) << _NEWS
-        return self._to(worker, Message(Kind.LEADER, flag, parts=parts))
+        return self._to(worker, ServerMessage(MessageKind.LEADER, flag, parts=parts))
 
 
 class LeaderLink(WorkerEnd):
@@ -203,12 +209,12 @@ class LeaderLink(WorkerEnd):
                 self.leaders.pop(role, None)
             self._asked = Role.NONE
         self.parameters = {name: np.array(parameters[name]) for name in self.parameters}
-        return self._sent(Message(Kind.REPORT, parts=parts))
+        return self._sent(ServerMessage(MessageKind.REPORT, parts=parts))
 
     def _last_parts(self) -> list[np.ndarray]:
         return [bytes_of(x) for x in self.parameters.values()]
 
-    def _replied(self, message: Message) -> None:
+    def _replied(self, message: ServerMessage) -> None:
         self._asked = Role(message.flag & int(Role.GROUP | Role.ALL))
         self._news = Role(message.flag >> _NEWS)
         size, parts = len(self.parameters), list(message.parts)

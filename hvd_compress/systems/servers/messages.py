@@ -3,8 +3,9 @@
 All numbers are little-endian::
 
     offset  type    field
-    0               the header: kind 5, what the message is (see :class:`Kind`), a flag, the tag of
-                    the rules, which both ends must have in common, and the number of parts
+    0               the header: kind 5, what the message is (see :class:`MessageKind`), a flag,
+                    the tag of the rules, which both ends must have in common, and the number of
+                    parts
     16      i64     number: of the message, among those of its kind between a worker and a server
     24      i64[]   bytes of each part
     ...     u8[]    parts, each padded with zeros to 8 bytes
@@ -32,7 +33,7 @@ _FIXED = START + 8
 _CAUSES = "the ranks do not run the same version with the same options of the parameter server"
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """The kinds of messages."""
 
     # A gradient, from a worker; flag 1: its second part says which pieces have one
@@ -48,8 +49,8 @@ class Kind(enum.IntEnum):
     LEADER = 8
 
 
-class Message(NamedTuple):
-    kind: Kind
+class ServerMessage(NamedTuple):
+    kind: MessageKind
     flag: int = 0
     number: int = 0
     parts: Sequence[np.ndarray] = ()
@@ -60,7 +61,7 @@ def tag_of(rules: object) -> int:
     return zlib.crc32(repr(rules).encode()) & 0xFFFF
 
 
-def encode(message: Message, tag: int) -> np.ndarray:
+def encode(message: ServerMessage, tag: int) -> np.ndarray:
     """Return the frame (1-D, uint8) of a message whose parts are 1-D, uint8."""
     sizes = [part.nbytes for part in message.parts]
     start = _FIXED + 8 * len(sizes)
@@ -73,7 +74,7 @@ def encode(message: Message, tag: int) -> np.ndarray:
     return Header(kind, message.kind, message.flag, tag, len(sizes)).seal(frame)
 
 
-def decode(frame: np.ndarray, tag: int, sender: str) -> Message:
+def decode(frame: np.ndarray, tag: int, sender: str) -> ServerMessage:
     """Undo :func:`encode`; parts are views.
 
     Raises:
@@ -87,7 +88,7 @@ def decode(frame: np.ndarray, tag: int, sender: str) -> Message:
     if theirs != tag:
         raise fail("it was made by other rules")
     start = _FIXED + 8 * count
-    if kind not in set(map(int, Kind)) or start > frame.size:
+    if kind not in set(map(int, MessageKind)) or start > frame.size:
         raise fail(f"kind {kind} with {count} parts in {frame.size} bytes")
     number, *sizes = frame[START:start].view("<i8").tolist()
     if min(sizes, default=0) < 0 or start + sum(s + -s % 8 for s in sizes) != frame.size:
@@ -96,7 +97,7 @@ def decode(frame: np.ndarray, tag: int, sender: str) -> Message:
     for size in sizes:
         parts.append(frame[start : start + size])
         start += size + -size % 8
-    return Message(Kind(kind), flag, number, parts)
+    return ServerMessage(MessageKind(kind), flag, number, parts)
 
 
 def bytes_of(x: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ class ServerOptimizer(Protocol):
         multiplied by ``scale``."""
 
 
-class FormulaOptimizer:
+class PieceOptimizer:
     """Steps by a formula, with a state for each piece.  Where the formula works element by element,
     pieces step as wholes do."""
 
@@ -88,7 +88,7 @@ class SGD(Formula):
 
 
 @dataclasses.dataclass(frozen=True)
-class Adam(adam.Adam):
+class Adam(adam.AdamFormula):
     """Adam as ``torch.optim.Adam``.
 
     Args:
@@ -117,7 +117,7 @@ class Adam(adam.Adam):
 def as_server_optimizer(optimizer: Formula | ServerOptimizer) -> ServerOptimizer:
     """Return what steps on a server's pieces, for a formula such as ``SGD(lr=0.1)``, one of
     :mod:`hvd_compress.optimizers` among them."""
-    return FormulaOptimizer(optimizer) if isinstance(optimizer, Formula) else optimizer
+    return PieceOptimizer(optimizer) if isinstance(optimizer, Formula) else optimizer
 
 
 @dataclasses.dataclass

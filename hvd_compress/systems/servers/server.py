@@ -14,7 +14,13 @@ from hvd_compress.optimizers.base import Formula
 from hvd_compress.systems.base import all_finite
 from hvd_compress.systems.servers.coding import coders
 from hvd_compress.systems.servers.ends import Reply, ServerEnd, WorkerEnd
-from hvd_compress.systems.servers.messages import Arrays, Kind, Message, arrays_of, bytes_of
+from hvd_compress.systems.servers.messages import (
+    Arrays,
+    MessageKind,
+    ServerMessage,
+    arrays_of,
+    bytes_of,
+)
 from hvd_compress.systems.servers.optimizers import ServerOptimizer, as_server_optimizer
 from hvd_compress.systems.servers.pieces import added
 from hvd_compress.systems.servers.rules import Rules
@@ -72,7 +78,7 @@ class Server(ServerEnd):
 
     # -- what happens -------------------------------------------------------------------------
 
-    def _pushed(self, worker: int, message: Message) -> list[Reply]:
+    def _pushed(self, worker: int, message: ServerMessage) -> list[Reply]:
         sender = f"worker {worker}"
         parts = iter(message.parts)
         self._epoch, *rates = next(parts).view("<f8").tolist()
@@ -108,7 +114,7 @@ class Server(ServerEnd):
         self._arrived.pop(worker, None)
         return self._due()
 
-    def _returned(self, worker: int, message: Message) -> list[Reply]:
+    def _returned(self, worker: int, message: ServerMessage) -> list[Reply]:
         self.stats.dropped[worker] += 1
         self._clock[worker] = min((self._clock[w] for w in self.active), default=0)
         self.active.add(worker)
@@ -189,7 +195,7 @@ class Server(ServerEnd):
             parts += [bytes_of(x) for x in self.parameters.values()]
             if self.rules.needs_copies:
                 self._known[worker] = self._copies()
-        return self._to(worker, Message(Kind.PARAMETERS, int(taken), number, parts))
+        return self._to(worker, ServerMessage(MessageKind.PARAMETERS, int(taken), number, parts))
 
     def _copies(self) -> Arrays:
         return {name: x.copy() for name, x in self.parameters.items()}
@@ -263,9 +269,9 @@ class Link(WorkerEnd):
         self._pending = {**self.states, **encoded.states}
         parts += encoded.parts
         self._pushes += 1
-        return self._sent(Message(Kind.PUSH, int(is_partial), self._pushes - 1, parts))
+        return self._sent(ServerMessage(MessageKind.PUSH, int(is_partial), self._pushes - 1, parts))
 
-    def _replied(self, message: Message) -> None:
+    def _replied(self, message: ServerMessage) -> None:
         parts = iter(message.parts)
         (epoch,) = next(parts).view("<f8").tolist()
         if self._rules.is_delta:

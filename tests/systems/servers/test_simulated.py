@@ -23,7 +23,7 @@ from hvd_compress.systems.servers import (
     pieces_of,
     taken_from,
 )
-from hvd_compress.systems.servers.coding import Coder
+from hvd_compress.systems.servers.coding import LinkCoder
 from hvd_compress.systems.servers.optimizers import as_server_optimizer
 from tests.systems.servers import Recorder
 
@@ -279,7 +279,7 @@ def test_most_methods_can_be_sent():
 def test_a_server_reads_what_the_worker_sent(name):
     method = as_compressor(name)
     rng, states = np.random.default_rng(0), {}
-    coder = Coder(method, seed=3, momentum=0.9 if method.takes_momentum else 0.0)
+    coder = LinkCoder(method, seed=3, momentum=0.9 if method.takes_momentum else 0.0)
     shapes = {"w": np.zeros((60, 50), np.float32), "b": np.zeros(7), "none": np.zeros(0)}
     for step in range(3):
         x = {k: rng.standard_normal(v.shape).astype(v.dtype) for k, v in shapes.items()}

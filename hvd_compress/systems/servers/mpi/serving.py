@@ -19,7 +19,13 @@ from hvd_compress.mpi.dense.payloads import broadcast
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.mailbox import Mailbox
 from hvd_compress.systems.servers.ends import Reply, ServerEnd, WorkerEnd
-from hvd_compress.systems.servers.messages import Kind, Message, ServerStats, encode, tag_of
+from hvd_compress.systems.servers.messages import (
+    MessageKind,
+    ServerMessage,
+    ServerStats,
+    encode,
+    tag_of,
+)
 from hvd_compress.systems.servers.patience import Patience
 
 logger = logging.getLogger("hvd_compress")
@@ -159,7 +165,7 @@ class Serving:
                 self._reply(server.lose(worker), patience)
             if now - beat > self.comm.timeout / 10:
                 beat = now
-                frame = encode(Message(Kind.BEAT), self._tag)
+                frame = encode(ServerMessage(MessageKind.BEAT), self._tag)
                 lost = server.stats.lost
                 for worker in {*everyone} - server.active | server.waiting.keys():
                     if worker not in lost:
@@ -222,7 +228,7 @@ def _end_together(box: Mailbox, early: set[int], tag: int, gone: set[int]) -> No
     its processes ends in an unusual way.  With ranks gone, ``MPI_Finalize`` would never end."""
     comm = box.comm
     here = [rank for rank in range(comm.size) if rank not in gone]
-    done, deadline = encode(Message(Kind.DONE), tag), time.monotonic() + comm.timeout
+    done, deadline = encode(ServerMessage(MessageKind.DONE), tag), time.monotonic() + comm.timeout
     if comm.rank in here:  # a rank that was taken for lost lives, but nobody counts on it
         is_first = comm.rank == here[0]
         others, missing = here[1:] if is_first else here[:1], set(here) - {comm.rank} - early
