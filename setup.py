@@ -24,7 +24,7 @@ setup(
         "hvd_compress.torch",
         "hvd_compress.torch.ddp",
         "hvd_compress.torch.mpi",
-        "hvd_compress.torch.optimizer",
+        "hvd_compress.torch.distributed",
         "hvd_compress.torch.optimizers",
         "hvd_compress.torch.state",
         "hvd_compress.torch.studies",

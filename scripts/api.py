@@ -129,8 +129,8 @@ MORE = {
     f"{ALL}.testing": ["check_laws"],
     f"{ALL}.torch": [
         "DistributedOptimizer",
-        "optimizer.binding.Binding",
-        "optimizer.compressed_optimizer.CompressedOptimizer",
+        "distributed.binding.Binding",
+        "distributed.compressed_optimizer.CompressedOptimizer",
         "systems.optimizer.LocalStepsOptimizer",
     ],
     f"{ALL}.tensorflow": ["DistributedGradientTape", "binding.Binding"],

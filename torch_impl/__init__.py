@@ -37,7 +37,7 @@ from .systems.averaging import averaging
 
 
 def _register(horovod_torch: Any) -> None:
-    from .optimizer.registration import register
+    from .distributed.registration import register
 
     register(horovod_torch)
 

@@ -17,9 +17,9 @@ from hvd_compress.mpi.process_sets import ProcessSet, engine_over, global_proces
 from hvd_compress.systems import TrainingMethod
 from hvd_compress.systems.rounds.factories import distribute_by_method
 
-from ..optimizer.compressed_optimizer import CompressedOptimizer
-from ..optimizer.distributed_optimizer import distribute
-from ..optimizer.grad_scaler import watch_grad_scaler
+from ..distributed.compressed_optimizer import CompressedOptimizer
+from ..distributed.distributed_optimizer import distribute
+from ..distributed.grad_scaler import watch_grad_scaler
 from ..state import checkpoint
 from ..systems.averaging import entries_of
 from ..systems.names import systems_over

@@ -13,8 +13,13 @@ from hvd_compress.errors import CompressionError, ConfigError, MismatchError, Un
 from hvd_compress.reduce.state_file import refused
 
 from ..ddp.replica_engine import ReplicaEngine
+from ..distributed.compressed_optimizer import (
+    CompressedOptimizer,
+    no_copy,
+    retire_others,
+    take_over,
+)
 from ..eager import run_eagerly
-from ..optimizer.compressed_optimizer import CompressedOptimizer, no_copy, retire_others, take_over
 from ..parameters import (
     Parameter,
     check_optimizer,
