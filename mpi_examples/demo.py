@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from hvd_compress import Compressor, ConfigError, as_compressor, methods, warmup_to
+from hvd_compress import LGC, Compressor, ConfigError, as_compressor, methods, warmup_to
 from hvd_compress.cli.options import picture_file
 from mpi_examples.budget import everything
 from mpi_examples.data import cifar10_folder
@@ -21,7 +21,7 @@ from mpi_examples.study import check_counts
 TOP_K = (
     methods.DGC,
     methods.EF21,
-    methods.LGC,
+    LGC,
     methods.OkTopk,
     methods.ScaleCom,
     methods.TopK,
