@@ -19,9 +19,9 @@ from typing import Any
 from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import __all__ as _methods
 from hvd_compress.integrations.horovod import check_server
-from hvd_compress.integrations.over_mpi import *  # noqa: F403
-from hvd_compress.integrations.over_mpi import __all__ as _names
-from hvd_compress.integrations.over_mpi import missing
+from hvd_compress.integrations.mpi import *  # noqa: F403
+from hvd_compress.integrations.mpi import __all__ as _names
+from hvd_compress.integrations.mpi import missing
 
 from .collectives import (
     allgather,

@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.integrations.over_mpi import Adasum as Adasum
-from hvd_compress.integrations.over_mpi import Average, Compression, Max, operation
-from hvd_compress.integrations.over_mpi import Sum as Sum
+from hvd_compress.integrations.mpi import Adasum as Adasum
+from hvd_compress.integrations.mpi import Average, Compression, Max, operation
+from hvd_compress.integrations.mpi import Sum as Sum
 from hvd_compress.mpi import objects
 from hvd_compress.mpi.objects import barrier as barrier
 from hvd_compress.mpi.objects import broadcast_bytes, gather_bytes

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_compress.integrations.over_mpi import *  # noqa: F403
-from hvd_compress.integrations.over_mpi import __all__ as _names
-from hvd_compress.integrations.over_mpi import missing
+from hvd_compress.integrations.mpi import *  # noqa: F403
+from hvd_compress.integrations.mpi import __all__ as _names
+from hvd_compress.integrations.mpi import missing
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods

@@ -15,10 +15,10 @@ import torch
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import without_state
-from hvd_compress.integrations.over_mpi import Adasum as Adasum
-from hvd_compress.integrations.over_mpi import Average as Average
-from hvd_compress.integrations.over_mpi import Compression, Max, operation
-from hvd_compress.integrations.over_mpi import Sum as Sum
+from hvd_compress.integrations.mpi import Adasum as Adasum
+from hvd_compress.integrations.mpi import Average as Average
+from hvd_compress.integrations.mpi import Compression, Max, operation
+from hvd_compress.integrations.mpi import Sum as Sum
 from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.mpi.dense.running import start
 from hvd_compress.mpi.objects import allgather_object as allgather_object

@@ -17,7 +17,7 @@ from typing import Any
 
 from hvd_compress.integrations.exports import SYSTEMS
 from hvd_compress.integrations.horovod import check_server
-from hvd_compress.integrations.over_mpi import missing
+from hvd_compress.integrations.mpi import missing
 from hvd_compress.optimizers.outer import OuterSGD
 
 from ... import mpi as _tensorflow
