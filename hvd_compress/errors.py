@@ -35,8 +35,8 @@ class ConfigError(CompressionError, ValueError):
     >>> hvd.as_compressor("topk:desity=0.01")
     Traceback (most recent call last):
         ...
-    hvd_compress.errors.ConfigError: topk has no option 'desity'; it has density, selection,
-    values, error_feedback, algorithm, indices, rows; did you mean 'density'?
+    hvd_compress.errors.ConfigError: topk has no option 'desity'; it has density, values,
+    error_feedback, algorithm, indices, rows; did you mean 'density'?
     """
 
 
