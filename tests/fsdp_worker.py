@@ -565,7 +565,7 @@ def an_exception_in_the_middle_of_backward_enters_no_state() -> None:
 
 @_going_on
 def an_exception_in_the_middle_of_backward_ends_one_step() -> None:
-    """What FSDP2 itself keeps of it, gradients of the root, is as in native HSDP."""
+    """Gradients of the root, which FSDP2 itself keeps, are as in native HSDP."""
     native, (model, _) = _sharded(MESHES["2x2"]), _compressed("none")
     biased, _ = _compressed("topk:density=0.05")
     for each in (native, model, biased):

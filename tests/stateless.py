@@ -1,4 +1,4 @@
-"""What methods that tests make for themselves begin with."""
+"""The beginning of methods that tests make for themselves."""
 
 from hvd_compress.base import Compressor
 

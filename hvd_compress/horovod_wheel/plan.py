@@ -1,4 +1,4 @@
-"""What to build, with what, and where to keep it.
+"""The plan of a build: its parts, its tools, and the place of the wheel.
 
 A build takes minutes, so the wheel is cached.  pip's own cache would hand a wheel built for
 PyTorch alone to an environment that has TensorFlow as well; ours is keyed by all that the wheel

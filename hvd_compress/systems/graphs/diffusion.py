@@ -133,11 +133,12 @@ class ExactDiffusion(DecentralizedMethod, name="exact_diffusion"):
         return {"correction": x * 0}
 
     def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
-        return corrected(local, state, network)
+        _, mixed = yield from mix(local + state["correction"], network.lazy())
+        return mixed, {"correction": mixed - local}
 
 
 @dataclasses.dataclass(frozen=True)
-class NIDS(DecentralizedMethod, name="nids"):
+class NIDS(ExactDiffusion, name="nids"):
     """NIDS, or D2: :class:`ExactDiffusion` whose first step is ``z_1 = x_0 - mu grad(x_0)``,
     without mixing; the same limit, on another way there.  It has the same state.
 
@@ -152,24 +153,10 @@ class NIDS(DecentralizedMethod, name="nids"):
     array([1.5, 1.5, 1.5, 1.5])
     """
 
-    symmetric = True
-
-    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
-    prox: Proximal | None = None
-
-    def start(self, x: Array) -> Vectors:
-        return {"correction": x * 0}
-
     def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
         if network.step == 1:
             return local, state
-        return (yield from corrected(local, state, network))
-
-
-def corrected(local: Array, state: Vectors, network: Network) -> Update:
-    """Correct and combine: a step of exact diffusion, without the proximal map."""
-    _, mixed = yield from mix(local + state["correction"], network.lazy())
-    return mixed, {"correction": mixed - local}
+        return (yield from super().update(x, local, state, network))
 
 
 @dataclasses.dataclass(frozen=True)
