@@ -320,7 +320,8 @@ class Chain(Compressor, name="chain"):
         xp.check_gradient(gradient, context.in_place)
         form = None if context.scratch is None else self._fused(context)
         if form is not None:
-            old = {key: state[key] for part in self._parts for key in part.keys}
+            # What tensors have in common is missing until it is made.
+            old = {key: state[key] for part in self._parts for key in part.keys if key in state}
             if (joint := form.request(gradient, old, context)) is not None:
                 return (yield joint)
         sending = self._sending(gradient, state, context)

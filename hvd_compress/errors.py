@@ -114,7 +114,7 @@ class NeedsTuning(UserWarning):
 
 
 class SetupError(CompressionError, RuntimeError):
-    """Something outside this package is missing: a compiler, Horovod, MPI, another package.  The
+    """Something outside this package is missing: Horovod, MPI, another package.  The
     message says how to install it.
 
     >>> from hvd_compress.integrations.horovod import rest_of

@@ -21,6 +21,7 @@ from hvd_compress import Gather, Max, Outcome, Sum
 from hvd_compress.auto import choosing
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.reduce.reducer import Reducer
 from hvd_compress.torch import (
     BF16,
     DGC,
@@ -253,7 +254,7 @@ def a_loss_scale_is_refused_where_residuals_wait() -> None:
     for method, keeps in (("topk:density=0.05", True), ("fp16", False)):
         model, state = _distributed(method)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        scaled = scaler.scale(model(torch.ones(2, 40)).sum())
+        scaled = scaler.scale(model(torch.ones(2, 40, device=DEVICE)).sum())
         if keeps:
             with pytest.raises(ConfigError, match=r"topk keeps residuals.*train in bfloat16"):
                 scaled.backward()
@@ -534,11 +535,13 @@ def replicas_of_a_tensor_parallel_model_are_averaged() -> None:
 
     def gradients(hooked):
         torch.manual_seed(0)
-        layer = parallelize_module(torch.nn.Linear(4, 6), mesh["tensor"], ColwiseParallel())
+        layer = parallelize_module(
+            torch.nn.Linear(4, 6).to(DEVICE), mesh["tensor"], ColwiseParallel()
+        )
         model = DistributedDataParallel(layer, device_mesh=mesh["replica"])
         if hooked:
             model.register_comm_hook(DDPState("none", model), ddp_hook)
-        (model(torch.ones(2, 4) * (1 + rank // shape[1])) ** 2).sum().backward()
+        (model(torch.ones(2, 4, device=DEVICE) * (1 + rank // shape[1])) ** 2).sum().backward()
         return [p.grad.clone() for p in model.parameters()]
 
     for found, right in zip(gradients(True), gradients(False), strict=True):
@@ -680,6 +683,7 @@ def mistakes_are_errors() -> None:
 def main() -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    Reducer.keeps_engine = True  # on one rank, too: NCCL takes no more on a GPU
     EARLY.append(DDPState("topk:density=0.05"))
     start_process_group()
     run_all(sys.argv[1], dist.get_rank(), scenarios_of(dist.get_world_size()), dist.barrier)

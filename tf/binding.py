@@ -619,22 +619,31 @@ class Binding(tf.train.experimental.PythonState):
         """Return the method of a slot."""
         return self.method.for_tensor(slot.name, tuple(slot.shape))
 
+    def commit(self) -> Callable[[], None]:
+        """Return a function that puts everything back as it is now on this rank."""
+        everything = [self.step, self.epoch, self._counts, self.consolidated_at]
+        kept = [(v, tf.identity(v)) for v in [*everything, *self.states_of_all()]]
+
+        def roll_back() -> None:
+            for variable, value in kept:
+                variable.assign(value)
+            self._forget_undo()
+
+        return roll_back
+
     def values(self) -> dict[str, Any]:
         """Return all state as NumPy arrays, by flat names."""
         with tf.init_scope():
             return saved_state.to_arrays(self)
 
-    def load_values(self, arrays: Mapping[str, Any], *, exact: bool = False) -> None:
+    def load_values(self, arrays: Mapping[str, Any]) -> None:
         """Take up what :meth:`values` gave.
-
-        Args:
-            exact: take residuals as they are, whichever rank they come from.
 
         Raises:
             ConfigError: it belongs to another model, or it is damaged; then nothing has changed.
         """
         with tf.init_scope():  # a checkpoint may have waited for a step that is traced now
-            saved_state.load(self, arrays, exact)
+            saved_state.load(self, arrays)
             self._forget_undo()
 
     def serialize(self) -> bytes:

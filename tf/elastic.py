@@ -69,8 +69,8 @@ class TensorFlowKerasState(ObjectState):
     def restore(self) -> None:
         for variable, value in self._kept:
             variable.assign(value)
-        for binding, values in self._states:
-            binding.load_values(values, exact=True)
+        for roll_back in self._commits:
+            roll_back()
         super().restore()
 
     def sync(self) -> None:
@@ -88,7 +88,7 @@ class TensorFlowKerasState(ObjectState):
 
     def _keep(self) -> None:
         self._kept = [(v, tf.identity(v)) for v in self._common()]
-        self._states = [(binding, binding.values()) for binding in self._bindings()]
+        self._commits = [binding.commit() for binding in self._bindings()]
 
     def _common(self) -> list[tf.Variable]:
         """Return the variables that are equal on all ranks."""

@@ -1,8 +1,8 @@
 """The state of a binding as flat arrays, which is what all files hold.
 
 ``tf.train.Checkpoint`` and Keras's own files (``.keras``, ``.weights.h5``) hold the bytes of
-:func:`to_bytes`, an elastic commit the arrays, and all are restored by :func:`load`, which checks
-everything before it assigns any.
+:func:`to_bytes`, and both are restored by :func:`load`, which checks everything before it assigns
+any.
 
 Keras saves an optimizer's attributes that can be saved, each in a place of its own, and looks when
 loading only for those that it knows: a plain optimizer finds its own variables, no more and no
@@ -55,11 +55,11 @@ def to_arrays(binding: Any) -> dict[str, np.ndarray]:
     return arrays
 
 
-def load(binding: Any, arrays: Mapping[str, Any], exact: bool) -> None:
+def load(binding: Any, arrays: Mapping[str, Any]) -> None:
     """Take up what :func:`to_arrays` returned, on this rank or on another.
 
-    Of entries that differ between ranks, this rank takes its share, or with ``exact`` all.  What
-    the arrays lack begins anew, and what the method has no use for is dropped.
+    This rank takes its share of entries that differ between ranks.  Entries that the arrays lack
+    begin anew, and those that the method has no use for are dropped.
 
     Raises:
         ConfigError: it belongs to another model, or it is damaged; then nothing has changed.
@@ -69,7 +69,7 @@ def load(binding: Any, arrays: Mapping[str, Any], exact: bool) -> None:
     text = entry(arrays, HEADER, np.ndarray).tobytes()
     try:
         own = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise refused(f"{HEADER!r} is no text in JSON") from None
     saved = read_header(own)
     if saved.seed != binding.seed:
@@ -79,22 +79,33 @@ def load(binding: Any, arrays: Mapping[str, Any], exact: bool) -> None:
             "hvd.DistributedGradientTape"
         )
     found: dict[str, dict[str, Any]] = {i: {} for i in binding.states}
-    for name in arrays.keys() - {HEADER}:
+    for name in arrays:
+        if name == HEADER:
+            continue
         place, _, key = name.partition(".")
         if place not in found:
             raise refused(f"{name!r} fits no variable: it belongs to another model")
         found[place][key] = arrays[name]
-    factor = 1.0 if exact else saved.share(binding.engine)
+    factor = saved.share(binding.engine)
     dropped: dict[str, list[str]] = {}
     states = []
     for i, slot in enumerate(binding.slots):
         method, zeros = binding.method_for(slot), tf.zeros(slot.shape, slot.dtype)
-        alone, common = binding.initial(i)
-        fresh, per_rank = alone | common, binding.per_rank(slot)
+        fresh, common = binding.initial(i)
         state, unused = restored(
-            *(slot.name, method, zeros, found[str(i)], fresh, per_rank, factor, _placed)
+            slot.name,
+            method,
+            zeros,
+            found[str(i)],
+            fresh=fresh,
+            common=common,
+            more={},
+            per_rank=binding.per_rank(slot),
+            factor=factor,
+            kinds=(np.ndarray, tf.Tensor),
+            place=_placed,
         )
-        states.append({**fresh, **state})
+        states.append({**fresh, **common, **state})
         for key in unused:
             dropped.setdefault(key, []).append(slot.name)
     if dropped:
@@ -145,7 +156,10 @@ def state_on_disk(binding: Any) -> Any:
             store["state"] = np.frombuffer(binding.serialize(), np.uint8)
 
         def load_own_variables(self, store: Any) -> None:
-            if store.keys():  # else it was saved by a plain optimizer
+            names = sorted(store.keys())
+            if names:  # else it was saved by a plain optimizer
+                if "state" not in names:
+                    raise refused(f"its file has {names} in place of 'state'")
                 binding.deserialize(np.asarray(store["state"]).tobytes())
 
     return StateOnDisk(name="compression_on_disk")

@@ -27,6 +27,8 @@ from .runtime import Runtime
 from .slots import TensorSlot, native, places_of_groups, slots_of
 
 _BINDINGS = "_hvd_compress_bindings"
+#: what a binding takes for the optimizer's, unless it is told
+_NO_MOMENTUM: dict[str, Any] = {"momentum": 0.0, "nesterov": False}
 #: the options of ``bind``: Horovod's but for the passes, which are an optimizer's, and momentum's
 _BIND = (
     *(f.name for f in dataclasses.fields(HorovodOptions) if f.name != "backward_passes_per_step"),
@@ -95,7 +97,8 @@ def _bound(runtime: Runtime, compression: Any, variables: Sequence[Any], **optio
         raise ConfigError("there are no variables whose gradients could be exchanged")
     method = as_fixed(compression)
     check_partner(method, None, None)
-    momentum = {name: options.pop(name) for name in ("momentum", "nesterov") if name in options}
+    is_told = "momentum" in options
+    momentum = {name: options.pop(name, default) for name, default in _NO_MOMENTUM.items()}
     options["groups"] = places_of_groups(options.get("groups"), variables)
     shared = HorovodOptions.checked(runtime.hvd, method, **options)
     key = (runtime, method, repr((shared, sorted(momentum.items()))))
@@ -107,7 +110,7 @@ def _bound(runtime: Runtime, compression: Any, variables: Sequence[Any], **optio
     table[:] = [entry for entry in table if all(r() is not None for r in entry[1])]
     binding = Binding(runtime, method, slots, shared, **momentum)
     table.append((key, [weakref.ref(v) for v in variables], binding))
-    if "momentum" not in momentum and runtime.hvd.rank() == 0:
+    if not is_told and runtime.hvd.rank() == 0:
         _warn_about_momentum(binding)
     return binding
 

@@ -11,6 +11,7 @@ package is imported too: ``import horovod.torch as hvd; from hvd_compress.torch 
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 try:
@@ -54,6 +55,7 @@ def _engine(process_set: Any) -> Any:
 
 show_log()
 _horovod = load_horovod("horovod.torch", "PyTorch", _register)
+_ONE_THREAD = threading.RLock()
 _SYSTEMS = (*SYSTEMS, "WeightDecay")
 average_parameters = averaging(sys.modules[__name__], __name__)
 
@@ -74,9 +76,11 @@ def __getattr__(name: str) -> Any:
     """Return a name of the systems, which are imported now, or one of ``horovod.torch`` that this
     package does not replace."""
     if name in _SYSTEMS:
-        from .systems.names import systems_over
+        with _ONE_THREAD:  # pickle needs one class of a name
+            if name not in globals():
+                from .systems.names import systems_over
 
-        globals().update(systems_over(_engine, __name__))
+                globals().update(systems_over(_engine, __name__))
         return globals()[name]
     return rest_of(_horovod, name, __name__, "PyTorch")
 

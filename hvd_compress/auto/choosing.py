@@ -218,6 +218,8 @@ def decided(
     for method in dict.fromkeys(("fp16", "none", *methods)):
         if len(pieces) < 2 or time.perf_counter() < end:
             pieces[method] = estimated(method, shapes)
+    if left := [method for method in methods if method not in pieces]:
+        notes = [*notes, f"no time was left to measure {', '.join(left)}"]
     if half:
         pieces["none"] = pieces["fp16"]
     best = choose(pieces, network, backward, candidates=candidates)

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 
 from hvd_compress.codecs import buckets
-from hvd_compress.codecs.buckets import Columns
+from hvd_compress.codecs.columns import Columns
 from hvd_compress.kernels.bitpacking import full_bytes
 from hvd_compress.kernels.codecs import Halves
 from hvd_compress.kernels.reference import sums

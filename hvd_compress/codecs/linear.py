@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from hvd_compress.codecs.buckets import Columns
+from hvd_compress.codecs.columns import Columns
 from hvd_compress.codecs.scaled import Scaled
 from hvd_compress.config import check_choice
 from hvd_compress.kernels.codecs import Digits

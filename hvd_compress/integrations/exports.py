@@ -16,9 +16,11 @@ __all__ += ["LGC"]
 __all__ += errors.__all__
 __all__ += methods.__all__
 
+#: what belongs to codistillation in every framework
+OF_CODISTILLATION = ("CoordinatedSampler", "Decay", "Ramp")
 #: training methods and what belongs to them, which drop-ins import when they are asked for
 SYSTEMS = (
-    *("CoordinatedSampler", "Codistillation", "Decay", "Ramp", "local_steps"),
+    *(*OF_CODISTILLATION, "Codistillation", "local_steps"),
     *("DiLoCo", "EAMSGD", "EASGD", "LeaderSGD", "LocalSGD", "SlowMo", "SparseLoCo"),
     *("CTADiffusion", "ChocoSGD", "DGD", "Diffusion", "EXTRA", "ExactDiffusion"),
     *("GradientTracking", "LEAD", "NIDS", "PushDIGing"),

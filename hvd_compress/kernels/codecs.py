@@ -101,7 +101,7 @@ class Digits(Loops):
     Args:
         kind: how elements are rounded: as in the codecs ``linear``, ``uniform_dithering``,
             ``exponential_dithering``, ``ternary`` or ``float8``, by the first word of their names.
-        base: digits are 0 .. ``base`` - 1; up to 256.
+        base: digits are 0 .. ``base`` - 1; the compiled loops take bases up to 256.
         levels: of each sign.
         length: of a run; ``None``: all elements.
         l2: scales are l2 norms rather than the largest magnitudes.

@@ -11,8 +11,8 @@ from hvd_compress.base import Array, Coding, Context, State
 from hvd_compress.chain import Aggregated, Aggregator, Fused, Transform
 from hvd_compress.config import check_choice
 from hvd_compress.fused import FusedDrawn, FusedSum
+from hvd_compress.meetings.averaging import summed
 from hvd_compress.meetings.drawn import drawn
-from hvd_compress.meetings.ways import summed
 from hvd_compress.meetings.whole import whole
 from hvd_compress.operators import random_k
 from hvd_compress.operators.classes import IDENTITY, Classes

@@ -14,8 +14,8 @@ from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import check_choice, is_whole
 from hvd_compress.errors import ConfigError
+from hvd_compress.meetings.averaging import gathered, summed
 from hvd_compress.meetings.cosines import Chunks, chunks_of, inverse, transform
-from hvd_compress.meetings.ways import gathered, summed
 from hvd_compress.meetings.whole import whole
 from hvd_compress.operators.top_k import largest_of_rows
 from hvd_compress.requests import Request

@@ -10,7 +10,7 @@ from hvd_compress.base import Array, Coding, Context, State
 from hvd_compress.chain import Aggregated, Aggregator, Joins, Transform
 from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
-from hvd_compress.meetings.ways import summed
+from hvd_compress.meetings.averaging import summed
 from hvd_compress.meetings.whole import whole
 from hvd_compress.requests import Joint, Request
 from hvd_compress.schedules import Start, as_start, started

@@ -12,8 +12,8 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Encoded, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import check_choice
+from hvd_compress.meetings.averaging import gathered, summed, summed_densely
 from hvd_compress.meetings.drawn import drawn
-from hvd_compress.meetings.ways import gathered, summed, summed_densely
 from hvd_compress.meetings.whole import whole
 from hvd_compress.operators.classes import Classes
 from hvd_compress.operators.random_k import random_k

@@ -17,8 +17,8 @@ from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.codecs.plain import plain
 from hvd_compress.config import converted
 from hvd_compress.errors import PayloadError
+from hvd_compress.meetings.averaging import summed
 from hvd_compress.meetings.elements import elements
-from hvd_compress.meetings.ways import summed
 from hvd_compress.meetings.whole import whole
 from hvd_compress.operators import top_k
 from hvd_compress.operators.random_k import own_generator

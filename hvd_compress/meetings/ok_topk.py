@@ -11,8 +11,8 @@ from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import check_choice, converted, is_whole
 from hvd_compress.errors import ConfigError
+from hvd_compress.meetings.averaging import summed
 from hvd_compress.meetings.regions import Regions
-from hvd_compress.meetings.ways import summed
 from hvd_compress.operators import top_k
 from hvd_compress.requests import Request
 from hvd_compress.schedules import Density, as_density

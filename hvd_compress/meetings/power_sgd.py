@@ -139,14 +139,18 @@ class power_sgd(Aggregator, Coding, name="power_sgd"):
         return FusedLowRank.of(transforms, self.rank)
 
     def coding(self, n: int, context: Context) -> power_sgd:
+        self._check_coding()
+        return self
+
+    def _check_coding(self) -> None:
         if self.alternate:
             raise UnsupportedError("with alternate=True a receiver would need the sender's state")
-        return self
 
     def varies(self, n: int, context: Context) -> bool:
         return False
 
     def encode(self, x: Array, state: State, context: Context) -> Encoded:
+        self._check_coding()
         xp = backend_of(x)
         shape = matrix_shape(context.shape)
         if not math.prod(shape):
@@ -167,6 +171,7 @@ class power_sgd(Aggregator, Coding, name="power_sgd"):
         context: Context,
         ranks: Sequence[int] | None = None,
     ) -> Decoded:
+        self._check_coding()
         xp = backend_of(like)
         n, m = matrix_shape(context.shape)
         if n * m == 0:

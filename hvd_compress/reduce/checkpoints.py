@@ -53,12 +53,14 @@ def load(reducer: Reducer, store: MemoryStore, state_dict: Mapping[str, Any]) ->
         loaded = reducer.homes.own(name, entry(states, name, dict))
         if problem := misfit(loaded, expected):
             raise refused(f"of {name!r} {problem}")
-    own = [(states[name], key) for name, keys in differing.items() for key in keys]
-    if own and (factor := saved.share(reducer.engine)) != 1:
-        for state, key in own:
-            state[key] = state[key] * factor
+    inconsistent: list[str] = []
+    if any(differing.values()) and (factor := saved.share(reducer.engine)) != 1:
+        inconsistent = [name for name, keys in differing.items() if keys]
+        for name in inconsistent:
+            states[name] |= {key: states[name][key] * factor for key in differing[name]}
     reducer.abandon()
     if chooser is not None:
         reducer.take_chooser(chooser)
     reducer.step, reducer.epoch, reducer.seed = saved.step, saved.epoch, saved.seed
-    store.replace(states, {name: frozenset(keys) for name, keys in differing.items()})
+    per_rank = {name: frozenset(keys) for name, keys in differing.items()}
+    store.replace(states, per_rank, inconsistent)

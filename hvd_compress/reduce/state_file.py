@@ -1,12 +1,12 @@
 """The form of a saved state, its checks, and the one way back from it.
 
 Every state, whoever keeps it, begins with the same header: version, method, step, epoch, seed, and
-the rank that saved it.  :meth:`Header.saved` writes it and :func:`read_header` checks it.
+the rank that saved it.  :meth:`StateHeader.saved` writes it and :func:`read_header` checks it.
 
 Residuals differ between ranks, and users save rank 0 only.  Training depends on the mean residual
 over the ranks; a checkpoint that holds the mean can be loaded by any number of ranks.  A checkpoint
-with a single rank's own state can be loaded by that rank.  :meth:`Header.share` says how much of a
-residual a rank takes over, so that nothing is counted twice.
+with a single rank's own state can be loaded by that rank.  :meth:`StateHeader.share` says how much
+of a residual a rank takes over, so that nothing is counted twice.
 
 Files are cut off, mixed up and edited.  All of a state is checked with the functions below before
 anything is assigned, so that a state that is refused leaves everything as it was.
@@ -105,9 +105,13 @@ def restored(
     method: Compressor,
     like: Array,
     entries: Mapping[str, Any],
-    templates: Mapping[str, Array],
+    *,
+    fresh: State,
+    common: State,
+    more: Mapping[str, Array],
     per_rank: frozenset[str],
     factor: float,
+    kinds: type | tuple[type, ...],
     place: Callable[[Any, Array], Array],
 ) -> tuple[State, list[str]]:
     """Return the state of a tensor from entries that were saved, and the keys of those that have no
@@ -118,21 +122,28 @@ def restored(
         method: that of this tensor.
         like: the tensor, or zeros like it.
         entries: arrays by key.
-        templates: arrays that look like the entries that fit, by key; in the beginning the state
-            has those of ``method.init``.
+        fresh: the state of a tensor in the beginning.
+        common: the entries that the tensor keeps for others, too, in the beginning.
+        more: arrays that look like further entries that fit, by key.
         per_rank: the keys under which ranks differ.
-        factor: the share of this rank in these; see :meth:`Header.share`.
+        factor: the share of this rank in these; see :meth:`StateHeader.share`.
+        kinds: of arrays that may be taken up.
         place: makes an array like the second from the first, in memory of its own.
 
     Raises:
         ConfigError: an entry does not fit, or is damaged.
     """
-    common = method.common(like)
+    templates = {**fresh, **common, **more}
     if 0 < len(missing := sorted(common.keys() - entries.keys())) < len(common):
         raise refused(f"the state of {name!r} has no {missing[0]!r}, but the others of its kind")
-    state = dict(method.init(like)) if entries else {}
+    state = dict(fresh) if entries else {}
     for key in (known := [key for key in entries if key in templates]):
         template, what = templates[key], f"{key!r} of {name!r}"
+        if not isinstance(entries[key], kinds):
+            names = " or ".join(
+                k.__name__ for k in (kinds if isinstance(kinds, tuple) else (kinds,))
+            )
+            raise refused(f"{what} is {_look(entries[key])} where {names} was expected")
         check_array(what, entries[key], backend_of(template).size(template))
         # Whose dtype may have less room.
         state[key] = check_array(what, place(entries[key], template))
@@ -212,5 +223,5 @@ def lost(where: str) -> str:
         f"this state holds what waited on {where} only; the residuals of the other ranks are "
         "lost. Before saving on one rank, consolidate on every rank: "
         "optimizer.consolidate_state_dict() in PyTorch, optimizer.compression.consolidate() in "
-        "Keras"
+        "Keras, state_dict() without consolidate=False for reducers and hooks"
     )

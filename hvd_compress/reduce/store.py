@@ -217,10 +217,18 @@ class MemoryStore(Store):
         self.states: dict[str, State] = {}
         self.per_rank: dict[str, frozenset[str]] = {}
         self.looks = Looks()
+        self._inconsistent: set[str] = set()
 
-    def replace(self, states: dict[str, State], per_rank: dict[str, frozenset[str]]) -> None:
-        """Go on with states that were loaded."""
+    def replace(
+        self,
+        states: dict[str, State],
+        per_rank: dict[str, frozenset[str]],
+        inconsistent: Iterable[str] = (),
+    ) -> None:
+        """Go on with states that were loaded; those of ``inconsistent`` tensors are repaired with
+        their next gradients."""
         self.states, self.per_rank, self.looks = states, per_rank, Looks()
+        self._inconsistent = set(inconsistent)
 
     def use(self, method: Compressor) -> None:
         self.replace({}, {})
@@ -245,6 +253,9 @@ class MemoryStore(Store):
         if name not in self.states:
             self.states[name] = method.init(gradient)
             self.per_rank[name] = method.per_rank(gradient)
+        elif name in self._inconsistent:
+            self._inconsistent.remove(name)
+            self.states[name] = method.repaired(gradient, self.states[name])
         is_new, state = name not in self.looks, self.states[name]
         expected = self.looks.expected(name, gradient, method)
         if is_new and (shared := method.common(gradient)).keys() & state.keys():

@@ -208,6 +208,24 @@ def test_what_waited_counts_once(way, condition):
         assert other.reducer.step == run.reducer.step == 3
 
 
+def test_estimates_of_one_rank_are_made_consistent():
+    """EF21's mean estimate is the mean of the ranks' estimates, whatever of these is lost."""
+    run = reducer_of(ROWS["ef21"], 3)
+    saved = run.state_dict(consolidate=False) | {"rank": 0, "size": 3, "consolidated": False}
+    estimates = []
+    for rank in range(3):
+        other = reducer_of(ROWS["ef21"], 0)
+        other._shared = Ranks(rank, 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            other.load_state_dict(copy.deepcopy(saved))
+        state = other.store.state_for("matrix", gradients(3)["matrix"], other.method)
+        estimates.append(state["estimate"])
+        mean = state["mean_estimate"]
+        assert np.any(mean)
+    np.testing.assert_allclose(sum(estimates) / 3, mean, rtol=1e-6)
+
+
 def _spoilt(way, saved: dict) -> None:
     way.residual_in(saved).flat[0] = np.nan
 
@@ -227,7 +245,7 @@ def _without(name: str):
 
 
 DAMAGED = {
-    "an older version": (_with(version=0), "has version 0"),
+    "another version": (_with(version=0), "has version 0"),
     "a later version": (_with(version=7), "has version 7"),
     "no version": (_without("version"), "has no 'version'"),
     "no rank": (_without("rank"), "has no 'rank'"),

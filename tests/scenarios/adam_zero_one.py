@@ -12,6 +12,7 @@ from hvd_compress.errors import ConfigError
 from tests.adam_reference import Options, ZeroOneAdam
 from tests.scenarios import oracle
 from tests.scenarios.driver import (
+    adam,
     allgather,
     assert_close,
     assert_same_everywhere,
@@ -123,6 +124,18 @@ def most_local_steps_send_nothing() -> None:
             assert bits <= count <= bits + 48 * (hvd.size() + 1), (step, count)
         else:
             assert count == 0, (step, count)
+
+
+def it_learns_like_adam() -> None:
+    losses = {}
+    for name, run in (
+        ("adam", make(NoCompression(), lr=LR, optimizer=adam)),
+        ("0/1", run_of("float32", weight_decay=0.01, var_freeze_step=60, var_update_scaler=8)),
+    ):
+        train(run, range(160))
+        losses[name] = oracle.loss(run.weights())
+    start = oracle.loss(oracle.initial_weights("mlp"))
+    assert losses["0/1"] < 1.2 * losses["adam"] + 0.03 < 0.6 * start, (losses, start)
 
 
 def small_tensors_are_synchronized_exactly() -> None:

@@ -241,6 +241,22 @@ def rows_may_be_made_dense() -> None:
             np.testing.assert_array_equal(run.weights()["embedding"][unused], initial[unused])
 
 
+def they_learn() -> None:
+    start = oracle.loss(oracle.initial_weights("mlp"))
+    plain = oracle.loss(train(make(NoCompression(), lr=LR, optimizer=adam), range(150)).weights())
+    for name, steps, options in (
+        ("1-bit Adam", 150, {"freeze_step": 40}),
+        ("1-bit LAMB", 150, {"freeze_step": 40}),
+        ("DeMo", 60, {}),
+    ):
+        run = train(_run(name, dtype="float32", **options), range(steps))
+        _assert_ranks_agree(name, run)  # above in double precision, here in single precision
+        reached = oracle.loss(run.weights())
+        assert reached < 0.5 * start, (name, reached, start)
+        if name == "1-bit Adam":
+            assert reached < 1.15 * plain + 0.02 < 0.5 * start, (reached, plain, start)
+
+
 def what_does_not_fit_is_refused() -> None:
     with raises(ConfigError, "does not fit", r"compressor\(\)"):
         _run("1-bit Adam", OneBitAdamCompression(0.8, FREEZE))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvd_compress import NoCompression, TopK
+from hvd_compress import NoCompression, OneBitAdamCompression, TopK
 from hvd_compress.errors import ConfigError
 from tests.scenarios.common import (
     assert_close,
@@ -45,6 +45,14 @@ def _run(name: str, seed: int = 0, op: Any = None, **options: Any):
 def _assert_equal(model, other) -> None:
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def options_survive_the_making_of_the_class() -> None:
+    _, optimizer = _run("OneBitAdam", betas=(0.8, 0.9), eps=1e-5, bias_correction=False)
+    group = optimizer.param_groups[0]
+    assert (group["betas"], group["eps"], group["freeze_step"]) == ((0.8, 0.9), 1e-5, FREEZE)
+    assert group["bias_correction"] is False
+    assert optimizer.compression.method == OneBitAdamCompression(0.8, FREEZE, min_size=0)
 
 
 def runs_go_on_from_their_checkpoints() -> None:
@@ -206,6 +214,16 @@ def steps_of_lars_and_lamb_are_those_on_the_average() -> None:
         dense_reference(models[1], alone, range(6))
         assert_close(*models)
         assert_same_everywhere(models[0])
+
+
+def options_of_the_compression_are_checked() -> None:
+    p = [torch.nn.Parameter(torch.ones(2))]
+    with raises(ConfigError, "norm"):
+        hvd.OneBitAdam(p).compressor(norm="l3")
+    with raises(ConfigError, "min_size"):
+        hvd.OneBitAdam(p).compressor(min_size=-1)
+    with raises(ConfigError, "values"):
+        hvd.DeMo(p).compressor(values="int8")
 
 
 def checkpoints_of_another_kind_are_refused() -> None:

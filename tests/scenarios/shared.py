@@ -90,6 +90,19 @@ def predivided_sums() -> None:
         assert_close(run.weights(), expected)
 
 
+def other_operations_and_wrong_factors_are_refused() -> None:
+    """By what each engine calls its operations: Horovod's are numbers, MPI's are names."""
+    with raises(ConfigError, "Adasum"):
+        make(DGC, op=hvd.Adasum)
+    with raises(ConfigError, "op must be"):
+        make(DGC, op=hvd.Max)
+    with raises(ConfigError, "gradient_predivide_factor"):
+        make(DGC, op=hvd.Sum, gradient_predivide_factor=2.0)
+    for seed in (0.5, 2**63, True):
+        with raises(ConfigError, "seed must be a whole number"):
+            make(DGC, seed=seed)
+
+
 def groups_change_nothing() -> None:
     rows: list[tuple[Any, tuple[Any, ...]]] = [
         (SPARSE, (1, 100, "two")),

@@ -68,10 +68,8 @@ def allreduce(
             graph is running.
         UnsupportedError: another ``op``, or a dtype that cannot be added.
     """
-    op, comm = (
-        operation(op, average, prescale_factor, postscale_factor),
-        communicator_of(process_set),
-    )
+    op = operation(op, average, prescale_factor, postscale_factor)
+    comm = communicator_of(process_set)
     if isinstance(tensor, tf.IndexedSlices):
         if op == Max:
             raise UnsupportedError("op=hvd.Max of tf.IndexedSlices: pass tf.convert_to_tensor(...)")

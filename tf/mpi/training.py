@@ -8,7 +8,6 @@ from typing import Any
 
 from hvd_compress.integrations.environment import chosen
 from hvd_compress.mpi.process_sets import ProcessSet, global_process_set, rank
-from hvd_compress.systems.rounds.factories import distribute_by_method
 
 from .. import optimizer as _optimizer
 from .. import tape
@@ -118,6 +117,8 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     rank()  # says if init() is missing
     if method is not None:
         signature = inspect.signature(DistributedOptimizer)
+        from hvd_compress.systems.rounds.factories import distribute_by_method
+
         training = importlib.import_module("hvd_compress.tensorflow.keras.mpi.training")
         return distribute_by_method(training.local_steps, signature, options)
     del options["method"]

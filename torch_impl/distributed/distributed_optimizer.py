@@ -122,7 +122,7 @@ def distribute(
         ConfigError: an option has a value that cannot be honoured; no parameter has a hook then.
     """
     method = as_compressor(compression)
-    check_process_set(shared["process_set"])
+    check_process_set(shared["process_set"])  # None, all ranks elsewhere, is no set of Horovod's
     if not is_one_of(num_groups, (0,)):
         warnings.warn(
             "num_groups is deprecated: pass groups instead", DeprecationWarning, stacklevel=3

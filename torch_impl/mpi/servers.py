@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hvd_compress import mpi
+from hvd_compress.config import build
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.process_sets import global_process_set
 from hvd_compress.systems.servers import Rules, ServerStats
@@ -165,7 +166,7 @@ class Worker(ServedModel):
         rules: dict[str, Any],
     ) -> None:
         super().__init__(model, optimizer)
-        method = Rules(**rules).compression
+        method = build(Rules, rules).compression
         momentum: Any = 0.0
         nesterov: Any = False
         if method.takes_momentum:
@@ -346,7 +347,7 @@ class AsynchronousEASGD(_Asynchronous):
 
     Args:
         model, optimizer: see :class:`AsynchronousLeaderSGD`.
-        options: of :class:`hvd_compress.mpi.AsynchronousEASGD`.
+        sync_every, alpha, servers, worker_timeout: see :class:`hvd_compress.mpi.AsynchronousEASGD`.
 
     Raises: what :class:`AsynchronousLeaderSGD` does.
 
@@ -360,6 +361,25 @@ class AsynchronousEASGD(_Asynchronous):
     """
 
     server_class = mpi.AsynchronousEASGD
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        sync_every: int = 10,
+        alpha: float = 0.1,
+        servers: int = 1,
+        worker_timeout: float = 60.0,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            sync_every=sync_every,
+            alpha=alpha,
+            servers=servers,
+            worker_timeout=worker_timeout,
+        )
 
     def step(self, loss: Any = None) -> None:
         """Let the optimizer step on this worker's gradients, and meet the centre if that is due.

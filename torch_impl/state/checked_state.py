@@ -35,10 +35,10 @@ def checked_header(state_dict: Any, parameters: int) -> tuple[StateHeader | None
     saved = state_dict.get(KEY) if isinstance(state_dict, Mapping) else None
     if saved is None:
         return None, set()
-    sparse = entry(saved, "sparse", (list, tuple))
+    header, sparse = read_header(saved), entry(saved, "sparse", (list, tuple))
     if not all(map(is_whole, sparse)) or not set(sparse) <= set(range(parameters)):
         raise refused(f"'sparse' is {sparse!r} where places of {parameters} parameters belong")
-    return read_header(saved), set(sparse)
+    return header, set(sparse)
 
 
 def checked_entries(optimizer: Any, state_dict: Any) -> tuple[dict[str, Any], dict[int, Entries]]:

@@ -167,12 +167,21 @@ def _loaded_state(
     all parameters, and ``factor`` this rank's share of what differs between ranks."""
     name, like = optimizer._parameter_names[p], p.detach()
     method = whole.for_tensor(name, tuple(p.shape))
-    templates = {**method.init(like), **method.common(like), "decay": like.view(-1)}
+    more = {"decay": like.view(-1)}
     if is_sparse:
-        templates |= {"velocity": backend.widen(like), **rows_state(method, like)}
-    per_rank = per_rank_of(method, p, is_sparse)
+        more |= {"velocity": backend.widen(like), **rows_state(method, like)}
     state, dropped = restored(
-        *(name, method, like, entries.values, templates, per_rank, factor, _placed)
+        name,
+        method,
+        like,
+        entries.values,
+        fresh=method.init(like),
+        common=method.common(like),
+        more=more,
+        per_rank=per_rank_of(method, p, is_sparse),
+        factor=factor,
+        kinds=torch.Tensor,
+        place=_placed,
     )
     for key in dropped:
         # A velocity that is a momentum buffer too goes on as the optimizer's own momentum.
@@ -182,9 +191,7 @@ def _loaded_state(
 
 
 def _placed(x: Any, like: torch.Tensor) -> torch.Tensor:
-    if not isinstance(x, torch.Tensor):
-        raise refused(f"it has {x!r} where a tensor was expected")
-    return x.detach().to(like.device, like.dtype, copy=True).view(like.shape)
+    return x.detach().to(like.device, like.dtype, copy=True).reshape(like.shape)
 
 
 def adopt_momentum_buffers(optimizer: Any) -> None:

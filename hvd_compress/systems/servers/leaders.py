@@ -100,7 +100,9 @@ class LeaderServer(ServerEnd):
 
     def _left(self, worker: int, message: ServerMessage) -> list[Reply]:
         if message.parts:
-            self._last[worker] = arrays_of(message.parts, self.parameters, f"worker {worker}")
+            own = arrays_of(message.parts, self.parameters, f"worker {worker}")
+            self.stats.non_finite += not all_finite(own)
+            self._last[worker] = own
         return self._without(worker)
 
     def _returned(self, worker: int, message: ServerMessage) -> list[Reply]:
@@ -123,11 +125,10 @@ class LeaderServer(ServerEnd):
 
     def _last_parameters(self) -> Arrays:
         """Return the mean of the workers' last parameters, of those that left without an error.
-        Workers with a NaN or Inf are left out, and counted.  If nobody is left, the last leader's
+        Workers with a NaN or Inf are left out.  If nobody is left, the last leader's
         parameters stand for the mean."""
         everyone = [own for _, own in sorted(self._last.items())]
         found = [own for own in everyone if all_finite(own)]
-        self.stats.non_finite += len(everyone) - len(found)
         if not found and self._leader:
             last = max(self._leader.values(), key=lambda leader: leader.number)
             found = [arrays_of(last.parts, self.parameters, "the leader")]

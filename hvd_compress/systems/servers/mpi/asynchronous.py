@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from hvd_compress.config import check_whole
+from hvd_compress.config import build, check_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.nodes import nodes_of
@@ -66,7 +66,7 @@ class AsynchronousLeaderSGD(Serving):
         comm: MPI.Comm | Communicator | None = None,
         **options: Any,
     ) -> None:
-        self.method, ranks = LeaderSGD(**options), Communicator.of(comm)
+        self.method, ranks = build(LeaderSGD, options), Communicator.of(comm)
         super().__init__(ranks, parameters, self.method, 1, worker_timeout)
         groups = self._groups(ranks)
         self._links = [LeaderLink(self.parameters, self.method)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from hvd_compress.config import check_seed
+from hvd_compress.config import build, check_seed
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.optimizers.base import Formula
@@ -82,14 +82,14 @@ class ParameterServer(Serving):
         comm: MPI.Comm | Communicator | None = None,
         **rules: Any,
     ) -> None:
-        self.rules = Rules(**rules)
+        self.rules = build(Rules, rules)
         check_seed(seed)
         ranks = Communicator.of(comm)
         for name, x in parameters.items():
             if x.dtype not in (np.float32, np.float64):
                 raise UnsupportedError(f"{name!r} is {x.dtype}: float32 or float64 are needed")
-        ranks.agree(f"ParameterServer(seed={seed})")
-        super().__init__(ranks, parameters, self.rules, servers, worker_timeout)
+        more = f"seed={seed}, momentum={momentum}, nesterov={nesterov}"
+        super().__init__(ranks, parameters, self.rules, servers, worker_timeout, more)
         self.taken = True
         self.epoch: float | None = None
         self._optimizer = SGD() if optimizer is None else optimizer

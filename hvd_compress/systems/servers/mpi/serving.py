@@ -44,6 +44,7 @@ class Serving:
         servers: how many serve.
         worker_timeout: seconds after which others go on without a silent worker; see
             :class:`hvd_compress.systems.servers.patience.Patience`.
+        more: ranks have to agree about, and messages bear no sign of.
     """
 
     _server: ServerEnd
@@ -56,10 +57,11 @@ class Serving:
         options: object,
         servers: int,
         worker_timeout: float,
+        more: str = "",
     ) -> None:
         name = type(self).__name__
         shapes = [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parameters.items()]
-        ranks.agree(f"{name}({options!r}, servers={servers}, {shapes})")
+        ranks.agree(f"{name}({options!r}, servers={servers}, {shapes}, {more})")
         if not is_whole(servers) or not 1 <= servers < ranks.size:
             raise ConfigError(
                 f"servers={servers!r} of {ranks.size} ranks: there must be a server and a worker, "
