@@ -24,7 +24,7 @@ from hvd_compress.engines.base import SAME_TENSORS, Comparing
 from hvd_compress.errors import MismatchError
 from hvd_compress.mpi.carriers import carry
 from hvd_compress.mpi.transport.communicator import Communicator
-from hvd_compress.mpi.transport.progress import Work, wait_for
+from hvd_compress.mpi.transport.progress import Algorithm, Work, wait_for
 
 #: tags of one exchange, and of one of its rounds; a round opens fewer channels than it has tags
 _TAGS, _ROUND = 1024, 256
@@ -133,19 +133,18 @@ class MpiEngine(Comparing):
         # As a work it moves, and reports damage, whatever is waited for.
         return Work(self.comm, "exchange of gradients", [self._rounds(name, exchange, tag)])
 
-    def _rounds(
-        self, name: str, exchange: Generator[Any, Any, Any], tag: int
-    ) -> Generator[Any, None, Any]:
+    def _rounds(self, name: str, exchange: Generator[Any, Any, Any], tag: int) -> Algorithm:
         """Carry out the rounds of an exchange one after the other, and return its result."""
         with contextlib.closing(exchange):
-            try:
-                request = next(exchange)
-                for number in itertools.count():
-                    at = tag + number % (_TAGS // _ROUND) * _ROUND
-                    work, reply = carry(request, self.comm, at, self.predivide)
-                    work.note = f", with {name}"
-                    if not work.is_over:
-                        yield work
-                    request = exchange.send(reply())
-            except StopIteration as stop:
-                return stop.value
+            reply = None
+            for number in itertools.count():
+                try:
+                    request = exchange.send(reply)
+                except StopIteration as stop:
+                    return stop.value
+                at = tag + number % (_TAGS // _ROUND) * _ROUND
+                work, reply_of = carry(request, self.comm, at, self.predivide)
+                work.note = f", with {name}"
+                if not work.is_over:
+                    yield work
+                reply = reply_of()

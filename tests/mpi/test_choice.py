@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +11,6 @@ from hvd_compress import Sparse, mpi
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense import ALGORITHMS as DENSE
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
-from hvd_compress.mpi.transport import progress
 from tests.simulated_mpi import ORDERS, Simulation
 
 times = st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3)
@@ -239,12 +236,3 @@ def test_a_sparse_sum_goes_by_the_largest_number_of_entries_of_the_call_before(o
             assert comm.bytes_sent - before == sent[call], (call, name)
 
     Simulation(size, order).run(rank)
-
-
-def test_looks_end_where_each_takes_long():
-    """As where many processes are ready, and MPI lets them have the processor in each."""
-    looks = 0
-    for _ in progress._looks(1000):
-        looks += 1
-        time.sleep(0.01)
-    assert looks <= 32

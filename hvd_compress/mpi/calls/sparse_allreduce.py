@@ -5,6 +5,8 @@ docs/sparse-collectives.md explains which of them to use.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import numpy as np
 
 from hvd_compress.base import Sparse
@@ -204,7 +206,7 @@ class _Announced:
             self._messages.append(channel.receive(self._counts[peer : peer + 1], peer))
             self._messages.append(channel.send(own, peer))
 
-    def arrive(self) -> Algorithm:
+    def arrive(self) -> Generator[Wait, None, None]:
         messages, self._messages = self._messages, []
         if messages:
             yield Wait(messages, "numbers of entries")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from mpi4py import MPI
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
-from hvd_compress.mpi.transport.progress import Algorithm, InFlight
+from hvd_compress.mpi.transport.progress import InFlight, Wait
 
 
 class Subgroup(Communicator):
@@ -92,7 +92,7 @@ def _part(comm: Communicator, color: int, members: tuple[int, ...]) -> Subgroup 
     return part
 
 
-def named(place: str, algorithm: Algorithm) -> Algorithm:
+def named(place: str, algorithm: Generator[Wait, None, Any]) -> Generator[Wait, None, Any]:
     """Run the algorithm such that its time-outs say where it runs."""
     while True:
         try:

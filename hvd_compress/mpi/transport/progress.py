@@ -198,7 +198,7 @@ _DIFFER = (
     "sparse on some ranks and dense on others"
 )
 
-Algorithm = Generator[Wait, None, Any]
+Algorithm = Generator["Wait | Work", None, Any]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -214,7 +214,8 @@ class Work:
         algorithms: started in this order, which must be the same on all ranks.
         depth: so many at once: while one adds, messages of the others are on the wire.
 
-    An algorithm may yield another work instead of a :class:`Wait`.
+    An algorithm may yield another work instead of a :class:`Wait`.  What it does in between may
+    take other collectives, which look at all works under way: at one that moves they look in vain.
 
     Attributes:
         results: by algorithm, what it has returned.
@@ -230,6 +231,7 @@ class Work:
         self.results: list[Any] = []
         self._waiting: Iterator[tuple[int, Algorithm]] = enumerate(algorithms)
         self._active: list[tuple[int, Algorithm, Wait | Work]] = []
+        self._moves = False
         self._fill()
         if self._active:
             comm.under_way.add(self)
@@ -252,28 +254,32 @@ class Work:
 
     def poll(self) -> bool:
         """Make progress where possible, and return whether there was any."""
-        progress = False
-        for entry in list(self._active):
-            number, algorithm, wait = entry
-            try:
+        if self._moves:
+            return False
+        progress, self._moves = False, True
+        try:
+            for entry in list(self._active):
+                number, algorithm, wait = entry
                 progress |= wait.poll()
                 if wait.is_over:
                     progress = True
                     self._active.remove(entry)
                     self._advance(number, algorithm)
-            except BaseException as error:
-                if self._active:  # messages are in flight, to buffers that these own
-                    self.comm.give_up(f"{self.call}: {error!r}", [self])
-                raise
-        if progress:
-            self._fill()
+            if progress:
+                self._fill()
+        except BaseException as error:
+            if self._active:  # messages are in flight, to buffers that these own
+                self.comm.give_up(f"{self.call}: {error!r}", [self])
+            raise
+        finally:
+            self._moves = False
         if not self._active:
             self.comm.under_way.discard(self)
         return progress
 
     @property
     def is_over(self) -> bool:
-        return not self._active
+        return not (self._active or self._moves)
 
     @property
     def is_bulk(self) -> bool:
