@@ -57,7 +57,7 @@ def carry(request: Collective, comm: Communicator, tag: int, predivide: float) -
     Args:
         request: a request of an exchange.
         comm: the communicator of the ranks.
-        tag: the first tag that nothing else uses, in ``comm`` and its parts.
+        tag: the first tag that nothing else uses, in ``comm`` and its subgroups.
         predivide: arrays are divided by it before they are added, and sums multiplied by it.
     """
     tags = itertools.count(tag)

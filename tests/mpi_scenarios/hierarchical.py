@@ -103,7 +103,7 @@ def each_rank_sends_what_the_formula_says() -> None:
     comm.free()
 
 
-def parts_are_made_once_and_freed_with_the_whole() -> None:
+def subgroups_are_made_once_and_freed_with_the_whole() -> None:
     comm = mpi.Communicator(world, timeout=50)
     for _ in range(2):
         mpi.hierarchical_allreduce(np.ones(10), comm=comm, algorithm="ring", ranks_per_node=2)

@@ -6,8 +6,8 @@ rank adds up a region of n / L elements, reduces it across nodes with the ranks 
 region, and all regions are gathered inside each node; otherwise the first rank of a node owns all
 regions.  The sum is exact.
 
-Differs from HiTopKComm (Shi et al., 2021), which adds
-up dense gradients inside the node and then selects elements: here each rank selects before.
+Differs from HiTopKComm (Shi et al., 2021), which adds up dense gradients inside the node and then
+selects elements: here each rank selects before.
 """
 
 from __future__ import annotations

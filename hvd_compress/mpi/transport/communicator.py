@@ -357,10 +357,10 @@ class Channel:
         self.bytes_sent = self.bytes_received = 0
         self.whole: Channel | None = None  # see within
 
-    def within(self, part: Communicator) -> Channel:
-        """Return the channel of the same algorithm in a part of the ranks, whose bytes count in
+    def within(self, subgroup: Communicator) -> Channel:
+        """Return the channel of the same algorithm in a subgroup of the ranks, whose bytes count in
         this one, too."""
-        channel = part.channel(self.tag)
+        channel = subgroup.channel(self.tag)
         channel.whole = self
         return channel
 

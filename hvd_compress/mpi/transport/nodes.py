@@ -11,12 +11,11 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import InFlight, Wait
 
-
 class Subgroup(Communicator):
     """Some ranks of a communicator.
 
     Problems, bytes and ranks in messages are those of the whole: nobody else knows the numbers of a
-    part.
+    subgroup.
     """
 
     def __init__(self, whole: Communicator, comm: MPI.Comm, members: tuple[int, ...]) -> None:
@@ -24,17 +23,17 @@ class Subgroup(Communicator):
         super().__init__(comm, timeout=whole.timeout, checks=0, segment=whole.segment)
 
     def _adopt(self) -> None:
-        self.whole.handles.parts.append(self.handles)  # and is freed with the whole
+        self.whole.handles.subgroups.append(self.handles)  # and is freed with the whole
 
     def channel(self, tag: int | None = None) -> Channel:
-        return _PartChannel(self, super().channel(tag).tag)
+        return _SubgroupChannel(self, super().channel(tag).tag)
 
     def give_up(self, problem: str, lost: Iterable[Any]) -> None:
         super().give_up(problem, lost)
         self.whole.give_up(problem, [])
 
 
-class _PartChannel(Channel):
+class _SubgroupChannel(Channel):
     comm: Subgroup
 
     def send(self, array: Any, to: int) -> InFlight:
@@ -55,7 +54,7 @@ class Nodes:
 
     Attributes:
         members: ranks of each node, ascending.
-        is_flat: there is one node, or every rank has its own; then there are no parts.
+        is_flat: there is one node, or every rank has its own; then there are no subgroups.
         is_even: all nodes have the same number of ranks.
         inside: the ranks of this rank's node.
         across: if even, the ranks with the same place in their nodes; otherwise the first ranks of
@@ -74,22 +73,22 @@ class Nodes:
         if self.is_flat:
             return
         node = next(members for members in self.members if comm.rank in members)
-        self.inside = _part(comm, node[0], node)
+        self.inside = _subgroup(comm, node[0], node)
         place = node.index(comm.rank)
         if self.is_even or place == 0:
             peers = tuple(members[place] for members in self.members)
-            self.across = _part(comm, place, peers)
+            self.across = _subgroup(comm, place, peers)
         else:
-            _part(comm, MPI.UNDEFINED, ())
+            _subgroup(comm, MPI.UNDEFINED, ())
 
 
-def _part(comm: Communicator, color: int, members: tuple[int, ...]) -> Subgroup | None:
+def _subgroup(comm: Communicator, color: int, members: tuple[int, ...]) -> Subgroup | None:
     split = comm.mpi.Split(color, comm.rank)
     if split == MPI.COMM_NULL:
         return None
-    part = Subgroup(comm, split, members)
+    subgroup = Subgroup(comm, split, members)
     split.Free()
-    return part
+    return subgroup
 
 
 def named(place: str, algorithm: Generator[Wait, None, Any]) -> Generator[Wait, None, Any]:
