@@ -27,7 +27,7 @@ Comm = MPI.Comm | Communicator | None
 #: returns the algorithm for an array
 Choose = Callable[[Communicator, Flat], Allreduce]
 
-#: algorithms that calls name, with the form of one that has a function only
+#: algorithms that calls name, with the form of one that is no option, but has a function
 CALLED = {**ALGORITHMS, FOLD.name: FOLD}
 #: bytes of one message
 CHUNK = 512 * 1024
@@ -65,7 +65,8 @@ def run(
                 at_once(communicator, x, target, op, lambda: Call(x, op, MPIS_OWN.name))
                 return target
     with communicator.told():
-        check_choice("algorithm", algorithm, ("auto", *CALLED))
+        if algorithm != FOLD.name:
+            check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
         if chunk < 64:
             raise ConfigError(f"chunk={chunk} bytes: at least 64")
         flat = flatten(x)
