@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from hvd_compress import mpi
@@ -16,6 +18,7 @@ from tests.mpi_scenarios.common import (
     raises,
     world,
 )
+from tests.scenarios import applies
 
 SIZES = (0, 1, 2, world.size, world.size + 1, 1000, 10007)
 if world.size > 8:  # more ranks than cores take their time
@@ -56,6 +59,26 @@ def floats_are_near_the_exact_sum() -> None:
                     assert_same_everywhere(got)
                 largest = allreduce(everyones[world.rank], op="max", chunk=CHUNK)
                 np.testing.assert_array_equal(largest, np.max(everyones, 0))
+
+
+@applies(least=3)  # two numbers have one sum
+def direct_adds_in_rank_order() -> None:
+    """Also of several blocks, in place, and of halves, whose sums in float32 are rounded once."""
+    for dtype in FLOATS:
+        brought = arrays(SIZES[-1], dtype)
+        brought[0][::2] *= 4096  # what is added before the two cancel loses bits
+        brought[1][::2] = -brought[0][::2]
+        wide = np.asarray(brought, "float32" if dtype == "float16" else dtype)
+        total = functools.reduce(np.add, wide)
+        assert (total.astype(dtype) != functools.reduce(np.add, wide[::-1]).astype(dtype)).any()
+        if world.size > 3 and dtype != "float16":
+            pairs = [wide[i : i + 2].sum(0) for i in range(0, world.size, 2)]
+            assert (total != functools.reduce(np.add, pairs)).any()
+        for op, want in (("sum", total), ("mean", total / wide.dtype.type(world.size))):
+            x = brought[world.rank].copy()
+            for out in (None, x):
+                got = mpi.direct_allreduce(x, op=op, out=out, chunk=CHUNK)
+                np.testing.assert_array_equal(got, want.astype(dtype))
 
 
 def nan_has_the_same_bits_everywhere() -> None:
