@@ -18,19 +18,13 @@ from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
 from hvd_compress.meetings.sparse_vectors import densify, give_back, take_in
-from hvd_compress.mpi.calls.sparse_allreduce import fastest
-from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.dense.hierarchical import hierarchical
 from hvd_compress.mpi.dense.payloads import alltoall, broadcast, gather, swap
 from hvd_compress.mpi.dense.running import CHUNK, start
-from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
-from hvd_compress.mpi.sparse.hierarchical import hierarchical as hierarchical_sparse
 from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.transport.arrays import HALVES, Flat
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
-from hvd_compress.mpi.transport.nodes import nodes_of
 from hvd_compress.mpi.transport.progress import Algorithm, Work
-from hvd_compress.mpi.tuning.measuring import model_of
+from hvd_compress.mpi.tuning.choosing import dense_of_exchange, sparse_of_exchange
 from hvd_compress.requests import (
     Alltoall,
     Broadcast,
@@ -42,7 +36,7 @@ from hvd_compress.requests import (
     SparseTotal,
     Sum,
 )
-from hvd_compress.requests.algorithms import DENSE, SPARSE_SUMS, SUMS
+from hvd_compress.requests.algorithms import SPARSE_SUMS, SUMS
 from hvd_compress.requests.base import itemsize
 
 Carried = tuple[Work, Callable[[], Any]]
@@ -87,12 +81,7 @@ def _reduce(
 
     check_choice("algorithm", name, SUMS)
     nbytes = len(own) * itemsize(dtype)
-    if name == "hierarchical" and not (nodes := nodes_of(comm)).is_flat:
-        algorithm = hierarchical(nodes, ALGORITHMS["direct"])
-    elif name in ("auto", "hierarchical"):
-        algorithm = ALGORITHMS[model_of(comm).fastest(nbytes, dtype, among=DENSE)]
-    else:
-        algorithm = ALGORITHMS[name]
+    algorithm = dense_of_exchange(comm, name, nbytes, dtype)
     chunk = max(CHUNK, -(-nbytes // (algorithm.pieces(comm.size) * _BLOCKS)))
     call, flat = f"{op} of gradients", Flat(own, dtype, own.shape, lambda done: done)
     work = start(comm, call, algorithm, flat, total, op, chunk=chunk, channel=channel)
@@ -121,13 +110,7 @@ def _sparse_sum(
         may_be_dense=True,
     )
     brought, rounded_off = form.bring(mine)
-    name, through = request.algorithm, channel()
-    if name == "hierarchical" and not (nodes := nodes_of(comm)).is_flat:
-        run = hierarchical_sparse(nodes, SPARSE["allgather"].run)
-    elif name in ("auto", "hierarchical"):
-        run = fastest(model_of(comm))
-    else:
-        run = SPARSE[name].run
+    through, run = channel(), sparse_of_exchange(comm, request.algorithm)
     work = Work(comm, "sparse sum of gradients", [run(through, brought, form)])
 
     def reply() -> SparseTotal:

@@ -11,6 +11,7 @@ from hvd_compress import Sparse, mpi
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense import ALGORITHMS as DENSE
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
+from hvd_compress.mpi.transport.nodes import nodes_of
 from tests.simulated_mpi import ORDERS, Simulation
 
 times = st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3)
@@ -202,9 +203,12 @@ def test_a_read_only_array_is_not_written_to():
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("codec", ["int32", "packed"])
-def test_a_sparse_sum_goes_by_the_largest_number_of_entries_of_the_call_before(order, codec):
+@pytest.mark.parametrize("function", ["sparse_allreduce", "hierarchical_sparse_allreduce"])
+def test_a_sparse_sum_goes_by_the_largest_number_of_entries_of_the_call_before(
+    order, codec, function
+):
     """Few entries are fastest by recursive doubling, many by an allgather; ranks bring different
-    numbers of them, and none."""
+    numbers of them, and none.  By way of nodes of one rank each it is the same."""
     size, n, few, many = 4, 100_000, 10, 3000
     seconds = dict.fromkeys(SPARSE, ((few, 3.0), (many, 3.0)))
     seconds["recursive_doubling"] = ((few, 1.0), (many, 2.0))
@@ -218,10 +222,14 @@ def test_a_sparse_sum_goes_by_the_largest_number_of_entries_of_the_call_before(o
     def rank():
         comm = mpi.Communicator(checks=0)
         comm.cost_model = mpi.CostModel(size, 1e-4, 1e-8, 1e-9, 1e-5, sparse_points=seconds)
+        options = {"comm": comm, "indices": codec}
+        if function == "hierarchical_sparse_allreduce":
+            options["ranks_per_node"] = 1
+            nodes_of(comm, 1)  # whose making is bytes
         sent, announced = [], 8 * (size - 1)
         for call in range(len(counts)):
             mine, before = brought(comm.rank, call), comm.bytes_sent
-            total = mpi.sparse_allreduce(mine, n, comm=comm, indices=codec).dense(n)
+            total = getattr(mpi, function)(mine, n, **options).dense(n)
             want = np.zeros(n)
             for other in range(size):
                 want[brought(other, call).indices] += 1

@@ -455,6 +455,25 @@ def test_mpis_own_collective_says_who_makes_no_call(order, absent):
     assert [want in message for message in messages] == [rank != absent for rank in range(3)]
 
 
+@pytest.mark.parametrize("absent", [2, 3])
+def test_time_outs_by_way_of_nodes_say_what_goes_across_them(absent):
+    """On uneven nodes, also on ranks that send nothing across."""
+
+    def rank():
+        comm = mpi.Communicator(timeout=5, checks=0)
+        options = {"algorithm": "ring", "comm": comm, "ranks_per_node": 2}
+        mpi.hierarchical_allreduce(np.ones(9), **options)
+        if comm.rank == absent:
+            return ""
+        with pytest.raises(CollectiveTimeout) as caught:
+            mpi.hierarchical_allreduce(np.ones(9), **options)
+        return str(caught.value)
+
+    messages = Simulation(5).run(rank, may_leave=True)
+    want = "hierarchical_allreduce(float64[9], sum, ring across nodes of 2)"
+    assert [want in message for message in messages] == [rank != absent for rank in range(5)]
+
+
 def test_a_message_that_nobody_receives_is_an_error():
     def one_sends(comm):
         if comm.rank == 0:

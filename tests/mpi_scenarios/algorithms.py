@@ -8,7 +8,7 @@ import numpy as np
 from hvd_compress import Compressor, OkTopk, TopK, as_compressor, mpi
 from hvd_compress.blocks import allgather, allreduce, chain, error_feedback, ok_topk, top_k
 from hvd_compress.engines import lockstep
-from hvd_compress.mpi import carriers
+from hvd_compress.mpi.tuning import choosing
 from hvd_compress.requests.algorithms import SPARSE_SUMS, SUMS
 from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
 from tests.scenarios import applies
@@ -96,8 +96,8 @@ def bytes_of_sparse_sums_are_those_that_left() -> None:
 @applies(least=3)  # there would be one node
 def by_way_of_nodes() -> None:
     """Nodes of two ranks, the last one of one if ranks are odd."""
-    honest = carriers.nodes_of
-    carriers.nodes_of = lambda comm: honest(comm, 2)
+    honest = choosing.nodes_of
+    choosing.nodes_of = lambda comm, ranks_per_node=None: honest(comm, 2)
     try:
         for wire in (None, "float16"):
             method = chain(via=allreduce(wire=wire, algorithm="hierarchical"))
@@ -106,7 +106,7 @@ def by_way_of_nodes() -> None:
             method = TopK(density=0.05, algorithm="hierarchical")
             _follows_the_lockstep_world(method, 1e-6, bucket_bytes=bucket_bytes)
     finally:
-        carriers.nodes_of = honest
+        choosing.nodes_of = honest
 
 
 def oktopk_follows_the_lockstep_world() -> None:

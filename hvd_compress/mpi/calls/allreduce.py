@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.config import check_choice
 from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.dense.halving_doubling import FOLD, REMAINDERS
-from hvd_compress.mpi.dense.hierarchical import hierarchical
-from hvd_compress.mpi.dense.running import CALLED, CHUNK, Comm, run
-from hvd_compress.mpi.transport.arrays import HALVES, Flat
+from hvd_compress.mpi.dense.running import CHUNK, Comm, run
+from hvd_compress.mpi.transport.arrays import Flat
 from hvd_compress.mpi.transport.communicator import Communicator, nbytes
-from hvd_compress.mpi.transport.nodes import nodes_of
-from hvd_compress.mpi.tuning.measuring import model_of
+from hvd_compress.mpi.transport.nodes import suffix_of
+from hvd_compress.mpi.tuning.choosing import dense, dense_by_nodes
 
 
 def allreduce(
@@ -57,14 +55,9 @@ def allreduce(
     """
 
     def choose(communicator: Communicator, flat: Flat) -> Allreduce:
-        return _named(algorithm, communicator, nbytes(flat.array), flat.dtype)
+        return dense(communicator, algorithm, nbytes(flat.array), flat.dtype)
 
     return run(x, op, algorithm, out, comm, chunk=chunk, choose=choose)
-
-
-def _named(algorithm: str, comm: Communicator, n: int, dtype: str) -> Allreduce:
-    """Return the algorithm of that name; for "auto" the fastest one for ``n`` bytes."""
-    return CALLED[model_of(comm).fastest(n, dtype) if algorithm == "auto" else algorithm]
 
 
 def hierarchical_allreduce(
@@ -93,21 +86,11 @@ def hierarchical_allreduce(
     """
 
     def choose(communicator: Communicator, flat: Flat) -> Allreduce:
-        nodes, n, dtype = nodes_of(communicator, ranks_per_node), nbytes(flat.array), flat.dtype
-        if nodes.is_flat:
-            return _named(algorithm, communicator, n, dtype)
-        if nodes.across is None:  # on which nothing depends here
-            return hierarchical(nodes, ALGORITHMS["direct"])
-        if dtype in HALVES:  # partial sums are float32
-            n, dtype = 2 * n, "float32"
-        share = nodes.inside.size if nodes.is_even and nodes.inside is not None else 1
-        return hierarchical(nodes, _named(algorithm, nodes.across, n // share, dtype))
+        n, dtype = nbytes(flat.array), flat.dtype
+        return dense_by_nodes(communicator, algorithm, n, dtype, ranks_per_node)
 
-    names = " across nodes" + ("" if ranks_per_node is None else f" of {ranks_per_node}")
-    function = "hierarchical_allreduce"
-    return run(
-        x, op, algorithm, out, comm, chunk=chunk, choose=choose, function=function, nodes=names
-    )
+    nodes = suffix_of(ranks_per_node)
+    return run(x, op, algorithm, out, comm, chunk=chunk, choose=choose, nodes=nodes)
 
 
 def ring_allreduce(
@@ -138,8 +121,7 @@ def halving_doubling_allreduce(
         x, op, out, comm, chunk: as for :func:`allreduce`, whose errors these are, too.
         remainder: what happens if P is no power of two: "binary_blocks" or "fold".
     """
-    if remainder not in REMAINDERS:
-        raise ConfigError(f"remainder={remainder!r} is not one of {', '.join(REMAINDERS)}")
+    check_choice("remainder", remainder, REMAINDERS)
     name = FOLD.name if remainder == "fold" else "halving_doubling"
     return allreduce(x, op=op, algorithm=name, out=out, comm=comm, chunk=chunk)
 

@@ -5,27 +5,16 @@ docs/sparse-collectives.md explains which of them to use.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
-import numpy as np
-
 from hvd_compress.base import Sparse
-from hvd_compress.errors import PayloadError
 from hvd_compress.meetings.sparse_vectors import give_back, take_in
-from hvd_compress.mpi.sparse import ALGORITHMS
-from hvd_compress.mpi.sparse.algorithm import Run, Summed
+from hvd_compress.mpi.sparse.algorithm import Run
 from hvd_compress.mpi.sparse.allgather import gather
-from hvd_compress.mpi.sparse.hierarchical import hierarchical
 from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.sparse.running import Comm, Reduced, reduce, run
-from hvd_compress.mpi.transport.communicator import Channel, Communicator, others
-from hvd_compress.mpi.transport.nodes import nodes_of
-from hvd_compress.mpi.transport.progress import Algorithm, InFlight, Wait
-from hvd_compress.mpi.tuning.cost_model import CostModel
-from hvd_compress.mpi.tuning.measuring import model_of
-
-#: forms of calls whose number of entries a communicator remembers
-_FORMS = 256
+from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.transport.nodes import suffix_of
+from hvd_compress.mpi.transport.progress import Algorithm
+from hvd_compress.mpi.tuning import choosing
 
 
 def sparse_allgather(
@@ -107,9 +96,7 @@ def sparse_allreduce(
     """
 
     def choose(communicator: Communicator) -> Run:
-        if algorithm == "auto":
-            return _as_before(communicator, model_of(communicator))
-        return ALGORITHMS[algorithm].run
+        return choosing.sparse(communicator, algorithm)
 
     return reduce(sparse, n, op, algorithm, comm, values=values, indices=indices, choose=choose)
 
@@ -136,83 +123,7 @@ def hierarchical_sparse_allreduce(
     """
 
     def choose(communicator: Communicator) -> Run:
-        nodes = nodes_of(communicator, ranks_per_node)
-        ranks = communicator if nodes.is_flat else nodes.across
-        if algorithm != "auto" or ranks is None:  # where nobody is across, it is of no account
-            run = ALGORITHMS["allgather" if algorithm == "auto" else algorithm].run
-        else:
-            run = fastest(model_of(ranks))
-        return run if nodes.is_flat else hierarchical(nodes, run)
+        return choosing.sparse_by_nodes(communicator, algorithm, ranks_per_node)
 
-    names = " across nodes" + ("" if ranks_per_node is None else f" of {ranks_per_node}")
-    function = "hierarchical_sparse_allreduce"
-    return reduce(
-        sparse,
-        n,
-        op,
-        algorithm,
-        comm,
-        indices=indices,
-        choose=choose,
-        function=function,
-        nodes=names,
-    )
-
-
-def fastest(model: CostModel) -> Run:
-    """Return what runs the algorithm that is expected to be fastest for the largest number of
-    entries of a rank."""
-
-    def run(channel: Channel, mine: Sparse, form: Format) -> Summed:
-        announced = _Announced(channel, mine, form)
-        yield from announced.arrive()
-        return (yield from _chosen(model, announced.largest(), form)(channel, mine, form))
-
-    return run
-
-
-def _as_before(comm: Communicator, model: CostModel) -> Run:
-    """Return what runs the algorithm that would have been fastest in the last call of this form:
-    ranks announce how many entries they have while it runs, so that nothing waits for that."""
-
-    def run(channel: Channel, mine: Sparse, form: Format) -> Summed:
-        announced = _Announced(comm.channel(), mine, form)
-        if (largest := comm.entries.get(form)) is None:
-            yield from announced.arrive()
-            largest = announced.largest()
-        result = yield from _chosen(model, largest, form)(channel, mine, form)
-        yield from announced.arrive()
-        if len(comm.entries) >= _FORMS:
-            comm.entries.clear()
-        comm.entries[form] = announced.largest()
-        return result
-
-    return run
-
-
-def _chosen(model: CostModel, k: int, form: Format) -> Run:
-    pair, item = form.bytes_per_entry(k), np.dtype(form.wire).itemsize
-    return ALGORITHMS[model.fastest_sparse(k, form.n, pair=pair, item=item)].run
-
-
-class _Announced:
-    """How many entries each rank has, as every rank tells every other."""
-
-    def __init__(self, channel: Channel, mine: Sparse, form: Format) -> None:
-        self._counts, self._n = np.full(channel.size, mine.indices.size, "<i8"), form.n
-        own = self._counts[channel.rank : channel.rank + 1].copy()
-        self._messages: list[InFlight] = []
-        for peer in others(channel.rank, channel.size):
-            self._messages.append(channel.receive(self._counts[peer : peer + 1], peer))
-            self._messages.append(channel.send(own, peer))
-
-    def arrive(self) -> Generator[Wait, None, None]:
-        messages, self._messages = self._messages, []
-        if messages:
-            yield Wait(messages, "numbers of entries")
-
-    def largest(self) -> int:
-        k = int(self._counts.max())
-        if not 0 <= k <= self._n:
-            raise PayloadError(f"ranks announce {self._counts.tolist()} entries of {self._n}")
-        return k
+    nodes = suffix_of(ranks_per_node)
+    return reduce(sparse, n, op, algorithm, comm, indices=indices, choose=choose, nodes=nodes)

@@ -24,7 +24,7 @@ from hvd_compress.mpi.dense.algorithm import DEPTH, Allreduce
 from hvd_compress.mpi.dense.direct import direct
 from hvd_compress.mpi.dense.mpi import ALGORITHM as MPIS_OWN
 from hvd_compress.mpi.transport.communicator import Channel
-from hvd_compress.mpi.transport.nodes import Nodes, named
+from hvd_compress.mpi.transport.nodes import ACROSS, Nodes, named
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction, reduction_of
 
@@ -32,12 +32,11 @@ _EVEN = "inside the node, reduce-scatter", "inside the node, allgather"
 _UNEVEN = "inside the node, reduce", "inside the node, broadcast"
 
 
-def hierarchical(nodes: Nodes, across: Allreduce) -> Allreduce:
+def hierarchical(nodes: Nodes, across: Allreduce, name: str) -> Allreduce:
     """Return the allreduce by way of ``nodes``, which are not flat; ``across`` adds up their
-    partial results."""
+    partial results, and ``name`` is what messages call it."""
     inside = nodes.inside
     assert inside is not None
-    share = inside.size if nodes.is_even else 1
 
     def run(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
         between = None if nodes.across is None else channel.within(nodes.across)
@@ -48,7 +47,7 @@ def hierarchical(nodes: Nodes, across: Allreduce) -> Allreduce:
             op = "sum" if reduction.op == "mean" else reduction.op
             dtype = "float32" if reduction.widens else reduction.dtype
             reduce = reduction_of(op, dtype, partial, between.size)
-            return named("across nodes", across.run(between, partial, partial, reduce))
+            return named(ACROSS, across.run(between, partial, partial, reduce))
 
         # The first rank of an uneven node adds up all.
         rest = (inside.size - 1) * [slice(len(x), len(x))]
@@ -59,4 +58,4 @@ def hierarchical(nodes: Nodes, across: Allreduce) -> Allreduce:
     # Blocks overtake each other, and MPI's own collectives must be called in one order.
     depth = 1 if across is MPIS_OWN else DEPTH
     # Not by the algorithm: ranks that are not across together may have chosen different ones.
-    return Allreduce("hierarchical", run, lambda p: len(nodes.members) * share, None, depth=depth)
+    return Allreduce(name, run, lambda p: len(nodes.members) * nodes.owners, None, depth=depth)

@@ -43,17 +43,19 @@ def run(
     comm: Comm,
     *,
     chunk: int,
-    choose: Choose,
-    function: str = "allreduce",
+    choose: Choose | None = None,
     nodes: str = "",
 ) -> Any:
     """Reduce an array over all ranks; see :func:`hvd_compress.mpi.allreduce`.
 
     Args:
-        choose: returns the algorithm, when all ranks have agreed on the call.
-        function, nodes: how that calls itself, and the nodes that it goes by way of.
+        choose: returns the algorithm, when all ranks have agreed on the call; ``None``: the one of
+            the name.
+        nodes: those that it goes by way of, as text after the name of the algorithm.
     """
-    communicator = Communicator.of(comm)
+    communicator, function = Communicator.of(comm), "allreduce"
+    if nodes:
+        function = "hierarchical_allreduce"
     kind = chosen = None
     if type(x) is np.ndarray and not communicator.checks and not nodes:
         # What a small array takes is mostly Python, and a kind seen before takes little of it.
@@ -73,8 +75,8 @@ def run(
         target = _target_of(out, x, flat)
     cut = "" if chunk == CHUNK else f", chunk={chunk}"
     communicator.agree(Call(flat, op, communicator.named(algorithm) + nodes + cut, function))
-    chosen = chosen or choose(communicator, flat)
-    call = Call(flat, op, chosen.name, function)
+    chosen = chosen or (choose(communicator, flat) if choose else CALLED[algorithm])
+    call = Call(flat, op, chosen.name + nodes, function)
     start(communicator, call, chosen, flat, target.array, op, chunk=chunk).wait()
     done = target.give_back(target.array)
     if kind is not None:

@@ -18,7 +18,7 @@ from hvd_compress.mpi.sparse.algorithm import Run, Summed
 from hvd_compress.mpi.sparse.messages import Format, entries_of
 from hvd_compress.mpi.sparse.split_allgather import assemble, from_owners, to_owners
 from hvd_compress.mpi.transport.communicator import Channel
-from hvd_compress.mpi.transport.nodes import Nodes, named
+from hvd_compress.mpi.transport.nodes import ACROSS, Nodes, named
 from hvd_compress.sharding import bounds_of
 
 
@@ -29,8 +29,7 @@ def hierarchical(nodes: Nodes, across: Run) -> Run:
     def run(channel: Channel, mine: Sparse, form: Format) -> Summed:
         assert nodes.inside is not None
         inside = channel.within(nodes.inside)
-        owners = inside.size if nodes.is_even else 1
-        bounds = bounds_of(form.n, owners) + [form.n] * (inside.size - owners)
+        bounds = bounds_of(form.n, nodes.owners) + [form.n] * (inside.size - nodes.owners)
         length = bounds[inside.rank + 1] - bounds[inside.rank]
         parts = yield from named("inside the node", to_owners(inside, mine, bounds, form))
 
@@ -46,7 +45,7 @@ def hierarchical(nodes: Nodes, across: Run) -> Run:
                 size=between.size,
                 may_be_dense=True,
             )
-            total, _ = yield from named("across nodes", across(between, region, theirs))
+            total, _ = yield from named(ACROSS, across(between, region, theirs))
             done, _ = form.settle(total)
 
         regions = yield from named("inside the node", from_owners(inside, done, bounds, form))

@@ -59,17 +59,19 @@ def reduce(
     *,
     values: str | None = None,
     indices: str,
-    choose: Callable[[Communicator], Run],
-    function: str = "sparse_allreduce",
+    choose: Callable[[Communicator], Run] | None = None,
     nodes: str = "",
 ) -> Reduced:
     """Reduce a vector over all ranks; see :func:`hvd_compress.mpi.sparse_allreduce`.
 
     Args:
-        choose: returns what adds up, when all ranks have agreed on the call.
-        function, nodes: how that calls itself, and the nodes that it goes by way of.
+        choose: returns what adds up, when all ranks have agreed on the call; ``None``: the one of
+            the name.
+        nodes: those that it goes by way of, as text after the name of the algorithm.
     """
-    communicator = Communicator.of(comm)
+    communicator, function = Communicator.of(comm), "sparse_allreduce"
+    if nodes:
+        function = "hierarchical_sparse_allreduce"
     with communicator.told():
         check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
         mine, like = take_in(sparse, n)
@@ -85,7 +87,8 @@ def reduce(
         brought, rounded_off = form.bring(mine)
 
     def start() -> Algorithm:
-        return choose(communicator)(communicator.channel(), brought, form)
+        add_up = choose(communicator) if choose else ALGORITHMS[algorithm].run
+        return add_up(communicator.channel(), brought, form)
 
     call = f"{function}({form}, {communicator.named(algorithm)}{nodes})"
     total, lost = run(communicator, call, start)

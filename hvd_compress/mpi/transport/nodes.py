@@ -11,6 +11,10 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import InFlight, Wait
 
+#: how messages call the second level
+ACROSS = "across nodes"
+
+
 class Subgroup(Communicator):
     """Some ranks of a communicator.
 
@@ -56,6 +60,7 @@ class Nodes:
         members: ranks of each node, ascending.
         is_flat: there is one node, or every rank has its own; then there are no subgroups.
         is_even: all nodes have the same number of ranks.
+        owners: how many ranks of this rank's node add up for it: if even, all; otherwise the first.
         inside: the ranks of this rank's node.
         across: if even, the ranks with the same place in their nodes; otherwise the first ranks of
             all nodes, ``None`` on others.
@@ -68,6 +73,7 @@ class Nodes:
         ]
         self.is_flat = len(self.members) in (1, comm.size)
         self.is_even = len(set(map(len, self.members))) == 1
+        self.owners = len(self.members[0]) if self.is_even else 1
         self.inside: Subgroup | None = None
         self.across: Subgroup | None = None
         if self.is_flat:
@@ -102,6 +108,11 @@ def named(place: str, algorithm: Generator[Wait, None, Any]) -> Generator[Wait, 
         yield wait
 
 
+def suffix_of(ranks_per_node: int | None) -> str:
+    """Return what follows the name of an algorithm that goes by way of nodes."""
+    return f" {ACROSS}" + ("" if ranks_per_node is None else f" of {ranks_per_node}")
+
+
 def nodes_of(comm: Communicator, ranks_per_node: int | None = None) -> Nodes:
     """Return the nodes of a communicator, which are found at the first call; that one is a
     collective.
@@ -121,7 +132,7 @@ def nodes_of(comm: Communicator, ranks_per_node: int | None = None) -> Nodes:
 
 def _leaders(comm: Communicator, ranks_per_node: int | None) -> list[int]:
     # MPI's own collectives, below, have no time-out: first make sure that everyone is here.
-    comm.agree(f"ranks_per_node={ranks_per_node}", always=True)
+    comm.agree(f"finding the nodes, ranks_per_node={ranks_per_node}", always=True)
     if ranks_per_node is not None:
         return [rank // ranks_per_node * ranks_per_node for rank in range(comm.size)]
     shared = comm.mpi.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)

@@ -122,9 +122,7 @@ def _points(comm: Communicator, repeats: int) -> dict[str, Points]:
     def call(size: int) -> Callable[[str], object]:
         x = np.zeros(max(1, size // 4), np.float32)
         out = np.zeros_like(x)
-        return lambda name: run(
-            x, "sum", name, out, comm, chunk=CHUNK, choose=lambda *_: DENSE[name]
-        )
+        return lambda name: run(x, "sum", name, out, comm, chunk=CHUNK)
 
     def times(size: int) -> int:
         return 4 * repeats if size <= 1 << 16 else repeats if size <= 1 << 20 else 3
@@ -139,9 +137,7 @@ def _sparse_points(comm: Communicator, repeats: int) -> dict[str, Points]:
         n = SPARSITY * k
         places = np.arange(comm.rank % SPARSITY, n, SPARSITY)
         mine = Sparse(places, np.ones(k, np.float32))
-        return lambda name: reduce(
-            mine, n, "sum", name, comm, indices="int32", choose=lambda _: SPARSE[name].run
-        )
+        return lambda name: reduce(mine, n, "sum", name, comm, indices="int32")
 
     return _timed(comm, list(SPARSE), _COUNTS, call, lambda k: repeats)
 
