@@ -568,7 +568,7 @@ class Simulation:
             mock.patch.multiple(notes, leave=mock.DEFAULT, read=lambda comm: {}),
             mock.patch.object(mpis_own, "_op", lambda name: name),
             # Nothing is measured here; constants are needed all the same, of few messages.
-            mock.patch.multiple(measuring, _CHUNK=256, _CHUNKS=2, _SIZES=(8, 64), _COUNTS=(16, 32)),
+            mock.patch.multiple(measuring, CHUNK=256, _CHUNKS=2, _SIZES=(8, 64), _COUNTS=(16, 32)),
             mock.patch.object(
                 measuring, "measure", functools.partial(measuring.measure, repeats=1)
             ),

@@ -17,10 +17,10 @@ from hvd_compress.backends import backend_of
 from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
-from hvd_compress.meetings.sparse_vectors import densify, give_back, take_in
+from hvd_compress.meetings.sparse_vectors import densify, give_back
 from hvd_compress.mpi.dense.payloads import alltoall, broadcast, gather, swap
 from hvd_compress.mpi.dense.running import CHUNK, start
-from hvd_compress.mpi.sparse.messages import Format
+from hvd_compress.mpi.sparse.running import prepare
 from hvd_compress.mpi.transport.arrays import HALVES, Flat
 from hvd_compress.mpi.transport.communicator import Channel, Communicator
 from hvd_compress.mpi.transport.progress import Algorithm, Work
@@ -99,17 +99,8 @@ def _sparse_sum(
     request: SparseSum, comm: Communicator, channel: Callable[[], Channel], predivide: float
 ) -> Carried:
     check_choice("algorithm", request.algorithm, SPARSE_SUMS)
-    mine, like = take_in(request.sparse, request.n)
-    form = Format.of(
-        request.n,
-        mine.values.dtype.name,
-        values=request.wire,
-        indices="packed",
-        op="sum",
-        size=comm.size,
-        may_be_dense=True,
-    )
-    brought, rounded_off = form.bring(mine)
+    options = {"values": request.wire, "indices": "packed", "op": "sum", "may_be_dense": True}
+    form, brought, rounded_off, like = prepare(request.sparse, request.n, comm, **options)
     through, run = channel(), sparse_of_exchange(comm, request.algorithm)
     work = Work(comm, "sparse sum of gradients", [run(through, brought, form)])
 

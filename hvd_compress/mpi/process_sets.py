@@ -194,10 +194,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if is_made:
         return found
     color = 0 if everyone.rank in members else MPI.UNDEFINED
-    part = everyone.mpi.Split(color, everyone.rank)
-    if part != MPI.COMM_NULL:
-        found.comm = Communicator(part)
-        part.Free()
+    split = everyone.mpi.Split(color, everyone.rank)
+    if split != MPI.COMM_NULL:
+        found.comm = Communicator(split)
+        split.Free()
     _made.append(found)
     return found
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from hvd_compress.config import check_choice
-from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.dense.halving_doubling import FOLD, REMAINDERS
-from hvd_compress.mpi.dense.running import CHUNK, Comm, run
-from hvd_compress.mpi.transport.arrays import Flat
-from hvd_compress.mpi.transport.communicator import Communicator, nbytes
+from hvd_compress.mpi.dense.running import CHUNK, run
+from hvd_compress.mpi.transport.communicator import Comm
 from hvd_compress.mpi.transport.nodes import suffix_of
 from hvd_compress.mpi.tuning.choosing import dense, dense_by_nodes
 
@@ -54,10 +53,7 @@ def allreduce(
     array([1., 2.])
     """
 
-    def choose(communicator: Communicator, flat: Flat) -> Allreduce:
-        return dense(communicator, algorithm, nbytes(flat.array), flat.dtype)
-
-    return run(x, op, algorithm, out, comm, chunk=chunk, choose=choose)
+    return run(x, op, algorithm, out, comm, chunk=chunk, choose=dense)
 
 
 def hierarchical_allreduce(
@@ -85,10 +81,7 @@ def hierarchical_allreduce(
         ConfigError, UnsupportedError, MismatchError, CollectiveTimeout: see :func:`allreduce`.
     """
 
-    def choose(communicator: Communicator, flat: Flat) -> Allreduce:
-        n, dtype = nbytes(flat.array), flat.dtype
-        return dense_by_nodes(communicator, algorithm, n, dtype, ranks_per_node)
-
+    choose = functools.partial(dense_by_nodes, ranks_per_node=ranks_per_node)
     nodes = suffix_of(ranks_per_node)
     return run(x, op, algorithm, out, comm, chunk=chunk, choose=choose, nodes=nodes)
 

@@ -5,13 +5,13 @@ docs/sparse-collectives.md explains which of them to use.
 
 from __future__ import annotations
 
+import functools
+
 from hvd_compress.base import Sparse
-from hvd_compress.meetings.sparse_vectors import give_back, take_in
-from hvd_compress.mpi.sparse.algorithm import Run
+from hvd_compress.meetings.sparse_vectors import give_back
 from hvd_compress.mpi.sparse.allgather import gather
-from hvd_compress.mpi.sparse.messages import Format
-from hvd_compress.mpi.sparse.running import Comm, Reduced, reduce, run
-from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.sparse.running import Reduced, prepare, reduce, run
+from hvd_compress.mpi.transport.communicator import Comm, Communicator
 from hvd_compress.mpi.transport.nodes import suffix_of
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.tuning import choosing
@@ -45,16 +45,8 @@ def sparse_allgather(
     """
     communicator = Communicator.of(comm)
     with communicator.told():
-        mine, like = take_in(sparse, n)
-        form = Format.of(
-            n,
-            mine.values.dtype.name,
-            values=values,
-            indices=indices,
-            op="sum",
-            size=communicator.size,
-        )
-        brought, _ = form.bring(mine)
+        options = {"values": values, "indices": indices, "op": "sum"}
+        form, brought, _, like = prepare(sparse, n, communicator, **options)
     lengths = [form.n] * communicator.size
 
     def start() -> Algorithm:
@@ -95,9 +87,7 @@ def sparse_allreduce(
         PayloadError: a message was damaged on its way.
     """
 
-    def choose(communicator: Communicator) -> Run:
-        return choosing.sparse(communicator, algorithm)
-
+    choose = choosing.sparse
     return reduce(sparse, n, op, algorithm, comm, values=values, indices=indices, choose=choose)
 
 
@@ -122,8 +112,6 @@ def hierarchical_sparse_allreduce(
     float16 is added in float32 on both levels and rounded once; ``dropped`` is empty.
     """
 
-    def choose(communicator: Communicator) -> Run:
-        return choosing.sparse_by_nodes(communicator, algorithm, ranks_per_node)
-
+    choose = functools.partial(choosing.sparse_by_nodes, ranks_per_node=ranks_per_node)
     nodes = suffix_of(ranks_per_node)
     return reduce(sparse, n, op, algorithm, comm, indices=indices, choose=choose, nodes=nodes)

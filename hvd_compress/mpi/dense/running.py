@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from hvd_compress.backends import halves
 from hvd_compress.config import check_choice
@@ -18,14 +17,13 @@ from hvd_compress.mpi.dense.halving_doubling import FOLD
 from hvd_compress.mpi.dense.mpi import ALGORITHM as MPIS_OWN
 from hvd_compress.mpi.dense.mpi import at_once
 from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten
-from hvd_compress.mpi.transport.communicator import Channel, Communicator, nbytes
+from hvd_compress.mpi.transport.communicator import Channel, Comm, Communicator, nbytes
 from hvd_compress.mpi.transport.progress import Work
 from hvd_compress.mpi.transport.reduction import Reduction, reduction_of
 from hvd_compress.sharding import shards_of
 
-Comm = MPI.Comm | Communicator | None
-#: returns the algorithm for an array
-Choose = Callable[[Communicator, Flat], Allreduce]
+#: returns the algorithm of a name, for so many bytes of a dtype
+Choose = Callable[[Communicator, str, int, str], Allreduce]
 
 #: algorithms that calls name, with the form of one that is no option, but has a function
 CALLED = {**ALGORITHMS, FOLD.name: FOLD}
@@ -49,8 +47,8 @@ def run(
     """Reduce an array over all ranks; see :func:`hvd_compress.mpi.allreduce`.
 
     Args:
-        choose: returns the algorithm, when all ranks have agreed on the call; ``None``: the one of
-            the name.
+        choose: returns the algorithm of the name, when all ranks have agreed on the call; ``None``:
+            "auto" is not among the names.
         nodes: those that it goes by way of, as text after the name of the algorithm.
     """
     communicator, function = Communicator.of(comm), "allreduce"
@@ -75,7 +73,9 @@ def run(
         target = _target_of(out, x, flat)
     cut = "" if chunk == CHUNK else f", chunk={chunk}"
     communicator.agree(Call(flat, op, communicator.named(algorithm) + nodes + cut, function))
-    chosen = chosen or (choose(communicator, flat) if choose else CALLED[algorithm])
+    if chosen is None and choose is not None:
+        chosen = choose(communicator, algorithm, nbytes(flat.array), flat.dtype)
+    chosen = chosen or CALLED[algorithm]
     call = Call(flat, op, chosen.name + nodes, function)
     start(communicator, call, chosen, flat, target.array, op, chunk=chunk).wait()
     done = target.give_back(target.array)

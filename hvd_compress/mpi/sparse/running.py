@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mpi4py import MPI
-
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
@@ -15,10 +13,8 @@ from hvd_compress.meetings.sparse_vectors import give_back, take_in
 from hvd_compress.mpi.sparse import ALGORITHMS
 from hvd_compress.mpi.sparse.algorithm import Run
 from hvd_compress.mpi.sparse.messages import Format
-from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.transport.communicator import Comm, Communicator
 from hvd_compress.mpi.transport.progress import Algorithm
-
-Comm = MPI.Comm | Communicator | None
 
 
 class Reduced(NamedTuple):
@@ -59,14 +55,14 @@ def reduce(
     *,
     values: str | None = None,
     indices: str,
-    choose: Callable[[Communicator], Run] | None = None,
+    choose: Callable[[Communicator, str], Run] | None = None,
     nodes: str = "",
 ) -> Reduced:
     """Reduce a vector over all ranks; see :func:`hvd_compress.mpi.sparse_allreduce`.
 
     Args:
-        choose: returns what adds up, when all ranks have agreed on the call; ``None``: the one of
-            the name.
+        choose: returns what adds up by the name, when all ranks have agreed on the call; ``None``:
+            "auto" is not among the names.
         nodes: those that it goes by way of, as text after the name of the algorithm.
     """
     communicator, function = Communicator.of(comm), "sparse_allreduce"
@@ -74,26 +70,28 @@ def reduce(
         function = "hierarchical_sparse_allreduce"
     with communicator.told():
         check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
-        mine, like = take_in(sparse, n)
-        form = Format.of(
-            n,
-            mine.values.dtype.name,
-            values=values,
-            indices=indices,
-            op=op,
-            size=communicator.size,
-            may_be_dense=True,
-        )
-        brought, rounded_off = form.bring(mine)
+        options = {"values": values, "indices": indices, "op": op, "may_be_dense": True}
+        form, brought, rounded_off, like = prepare(sparse, n, communicator, **options)
 
     def start() -> Algorithm:
-        add_up = choose(communicator) if choose else ALGORITHMS[algorithm].run
+        add_up = choose(communicator, algorithm) if choose else ALGORITHMS[algorithm].run
         return add_up(communicator.channel(), brought, form)
 
     call = f"{function}({form}, {communicator.named(algorithm)}{nodes})"
     total, lost = run(communicator, call, start)
     dropped = form.not_sent([rounded_off, lost])
     return Reduced(give_back(form.present(total), like), give_back(dropped, like))
+
+
+def prepare(
+    sparse: Sparse, n: int, comm: Communicator, **options: Any
+) -> tuple[Format, Sparse, Sparse, Any]:
+    """Return the format of a call, what the others receive of ``sparse``, what rounding takes off,
+    and what results are to be like; ``options`` are those of :meth:`.Format.of`."""
+    mine, like = take_in(sparse, n)
+    form = Format.of(n, mine.values.dtype.name, size=comm.size, **options)
+    brought, rounded_off = form.bring(mine)
+    return form, brought, rounded_off, like
 
 
 def run(comm: Communicator, call: str, start: Callable[[], Algorithm]) -> Any:

@@ -29,7 +29,14 @@ from hvd_compress.errors import (
 )
 from hvd_compress.mpi.transport import notes
 from hvd_compress.mpi.transport.arrays import before_message
-from hvd_compress.mpi.transport.handles import TAG_BITS, Handles, family_of, tags, unfreed
+from hvd_compress.mpi.transport.handles import (
+    TAG_BITS,
+    Handles,
+    bits_of_tags,
+    family_of,
+    tags,
+    unfreed,
+)
 from hvd_compress.mpi.transport.progress import (
     Algorithm,
     InFlight,
@@ -126,10 +133,8 @@ class Communicator:
             "segment": segment,
         }
         self.rank, self.size = comm.rank, comm.size
-        largest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-        bits = (largest + 1).bit_length() - 1
         self.tags = tags()
-        self.size_bits = max(0, min(bits - TAG_BITS, _SIZE_BITS))
+        self.size_bits = max(0, min(bits_of_tags() - TAG_BITS, _SIZE_BITS))
         self.bytes_sent = 0
         self.segment = int(_number("segment", segment, "HVD_COMPRESS_SEGMENT", -1))
         self.calls = 0
@@ -345,6 +350,10 @@ class _Tuning:
         known = "" if model is None else f" by model {zlib.crc32(repr(model).encode()):08x}"
         self.auto = f"auto{known}"
         self.choices.clear()
+
+
+#: what calls take: ``None`` means all ranks
+Comm = MPI.Comm | Communicator | None
 
 
 class Channel:

@@ -110,8 +110,13 @@ def family_of(comm: MPI.Comm) -> Family:
 
 def tags() -> int:
     """Return the number of tags that a communicator uses, 0 and up."""
+    return 1 << min(bits_of_tags(), TAG_BITS)
+
+
+def bits_of_tags() -> int:
+    """Return the bits of this MPI's tags."""
     largest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-    return 1 << min((largest + 1).bit_length() - 1, TAG_BITS)
+    return (largest + 1).bit_length() - 1
 
 
 _keyvals: list[int] = []

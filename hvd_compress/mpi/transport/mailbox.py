@@ -12,9 +12,8 @@ from mpi4py import MPI
 
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.transport.point_to_point import TOO_MANY
 
-#: bytes that MPI cannot count
-_TOO_MANY = 2**31
 _TAG = 0
 #: seconds without a message after which looks are apart, and how far at most
 _SPIN, _NAP = 5e-4, 1e-3
@@ -37,7 +36,7 @@ class Mailbox:
 
     def send(self, frame: np.ndarray, to: int) -> None:
         """Begin to send a frame (1-D, uint8), which must not be changed any more."""
-        if frame.nbytes >= _TOO_MANY:
+        if frame.nbytes >= TOO_MANY:
             raise UnsupportedError(f"a message of {frame.nbytes} bytes: use more servers")
         self.comm.bytes_sent += frame.nbytes
         request = self.comm.mpi.Isend([frame, frame.nbytes, MPI.BYTE], to, _TAG)

@@ -11,7 +11,7 @@ from hvd_compress.mpi.transport.communicator import Channel
 from hvd_compress.mpi.transport.progress import Wait
 
 #: bytes that MPI cannot count
-_TOO_MANY = 2**31
+TOO_MANY = 2**31
 
 
 def exchange(
@@ -36,7 +36,7 @@ def exchange_open(
     sources: Collection[int],
     phase: str,
     step: tuple[int, int] = (1, 1),
-    limit: int = _TOO_MANY - 1,
+    limit: int = TOO_MANY - 1,
 ) -> Generator[Wait, None, dict[int, np.ndarray]]:
     """Do the same where receivers do not know the sizes of messages: these are sent ahead, as 8
     bytes to each rank.
@@ -55,7 +55,7 @@ def exchange_open(
     if not messages and not sources:
         return {}
     longest = max((message.nbytes for message in messages.values()), default=0)
-    if longest >= _TOO_MANY:
+    if longest >= TOO_MANY:
         raise UnsupportedError(f"a message of {longest} bytes: split the tensor")
     own = {peer: np.array([message.nbytes], "<i8") for peer, message in messages.items()}
     sizes = {peer: np.empty(1, "<i8") for peer in sources}

@@ -9,6 +9,7 @@ import numpy as np
 
 from hvd_compress.backends import halves
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.mpi.transport.arrays import HALVES
 
 OPS = ("sum", "mean", "max")
 
@@ -32,7 +33,7 @@ class Reduction:
             )
         self.op, self.dtype, self.size = op, dtype, size
         self._free: dict[Any, list[Any]] = {}
-        self.widens = dtype in ("float16", "bfloat16")
+        self.widens = dtype in HALVES
 
     def scratch(self, n: int, *, wide: bool = True) -> Any:
         """Return an array for ``n`` partial results, or for elements of the array's own dtype, with

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense import ALGORITHMS as DENSE
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.sparse.algorithm import EntryCount
+from hvd_compress.mpi.transport.arrays import HALVES
 from hvd_compress.mpi.transport.costs import Costs
 
 #: one element in so many is an entry where sparse algorithms are measured
@@ -124,8 +125,7 @@ class CostModel:
             if DENSE[name].seconds is None and name not in self.points:
                 continue
             # Partial sums of half precisions are sent as float32, in some rounds or in all of them.
-            wide = dtype in ("float16", "bfloat16")
-            sent = int(n * DENSE[name].half_factor) if wide else n
+            sent = int(n * DENSE[name].half_factor) if dtype in HALVES else n
             costs[name] = self.seconds(name, sent)
         return min(costs, key=lambda name: (costs[name], name))
 
@@ -146,11 +146,13 @@ class CostModel:
         modelled = self.sparse_formula(algorithm, k, n, p, pair=pair, item=item)
         if p != self.size or algorithm not in self.sparse_points:
             return modelled
+        points = self.sparse_points[algorithm]
+        places = [math.log(count) for count, _ in points]
         ratios = [
-            (entries, seconds / self.sparse_formula(algorithm, entries, SPARSITY * entries, p))
-            for entries, seconds in self.sparse_points[algorithm]
+            seconds / self.sparse_formula(algorithm, count, SPARSITY * count, p)
+            for count, seconds in points
         ]
-        return modelled * float(np.interp(math.log(max(k, 1)), *_logarithmic(ratios)))
+        return modelled * float(np.interp(math.log(max(k, 1)), places, ratios))
 
     def sparse_formula(
         self, algorithm: str, k: int, n: int, p: int, *, pair: float = 8, item: int = 4
@@ -204,11 +206,6 @@ def _check_points(
             raise ConfigError(f"{name} must have two or more ascending sizes; got {sizes}")
         if not all(0 <= value < math.inf for point in points for value in point):
             raise ConfigError(f"{name} must be pairs of {unit} and seconds; got {points!r}")
-
-
-def _logarithmic(points: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:
-    """Return the logarithms of the first numbers, and the second numbers."""
-    return [math.log(n) for n, _ in points], [value for _, value in points]
 
 
 def _interpolate(points: Points, n: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from hvd_compress.wire import decode_sparse, encode_sparse
 
 _SMALL = 8
 #: throughput is that of so many messages, some of them in flight at once as in a large array
-_CHUNK, _CHUNKS, _DEPTH = 512 * 1024, 8, 4
+_CHUNKS, _DEPTH = 8, 4
 #: bytes of the arrays for which the algorithms are timed, and the seconds of the fastest one after
 #: which larger ones are not
 _SIZES = (8, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
@@ -67,16 +68,14 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
     fan: Pattern = (others(rank, size), others(rank, size))
 
     def seconds(make: Callable[[], list[Algorithm]], times: int) -> float:
-        samples = []
-        for _ in range(times + 1):  # the first one opens connections and touches memory
-            comm.run("measuring, barrier", _barrier(comm))
-            start = time.perf_counter()
-            comm.run("measuring the cost model", *make(), depth=_DEPTH)
-            samples.append(time.perf_counter() - start)
-        return statistics.median(samples[1:])
+        def call() -> object:
+            return comm.run("measuring the cost model", *make(), depth=_DEPTH)
+
+        # The first one opens connections and touches memory.
+        return statistics.median([_seconds_of(call, comm) for _ in range(times + 1)][1:])
 
     def throughput(pattern: Pattern) -> float:
-        chunk = _CHUNK // max(1, len(pattern[0]))
+        chunk = CHUNK // max(1, len(pattern[0]))
         # As many as are in flight at once, so that the first touch of memory is not timed.
         rows = [np.zeros((len(pattern[1]) + 1, chunk), np.uint8) for _ in range(_CHUNKS)]
         return seconds(lambda: [_exchange(comm, pattern, chunk, r) for r in rows], repeats)
@@ -89,7 +88,7 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
         _seconds_to_merge(),
     ]
     alpha, one_fan, *times = _slowest(comm, local)
-    betas = [max(t - alpha, 0.0) / (_CHUNK * _CHUNKS) for t in times[:3]]
+    betas = [max(t - alpha, 0.0) / (CHUNK * _CHUNKS) for t in times[:3]]
     return CostModel(
         size=size,
         alpha=alpha,
@@ -160,10 +159,7 @@ def _timed(
             row = []
             for i in range(len(names)):
                 name = names[(turn + i) % len(names)]
-                comm.run("measuring, barrier", _barrier(comm))
-                start = time.perf_counter()
-                calling(name)
-                row.append((name, time.perf_counter() - start))
+                row.append((name, _seconds_of(functools.partial(calling, name), comm)))
             samples.append([seconds for _, seconds in sorted(row)])
         # A call takes as long as its slowest rank, in every round.
         slowest = _slowest(comm, np.ravel(samples[1:]))
@@ -176,8 +172,14 @@ def _timed(
     return {name: tuple(found) for name, found in points.items()}
 
 
-def _barrier(comm: Communicator) -> Algorithm:
-    return gather(comm.channel(), np.empty(0, np.uint8), equal_sizes=True)
+def _seconds_of(call: Callable[[], object], comm: Communicator | None = None) -> float:
+    """Return the seconds that a call takes, which begins on all ranks of ``comm`` at once."""
+    if comm is not None:
+        barrier = gather(comm.channel(), np.empty(0, np.uint8), equal_sizes=True)
+        comm.run("measuring, barrier", barrier)
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def _slowest(comm: Communicator, mine: Sequence[float] | np.ndarray) -> list[float]:
@@ -188,18 +190,13 @@ def _slowest(comm: Communicator, mine: Sequence[float] | np.ndarray) -> list[flo
 
 
 def _median(call: Callable[[], object]) -> float:
-    samples = []
-    for _ in range(6):
-        start = time.perf_counter()
-        call()
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples[1:])
+    return statistics.median([_seconds_of(call) for _ in range(6)][1:])
 
 
 def _seconds_to_add() -> float:
     """Return the seconds that adding one byte takes."""
-    x, y = np.ones(_CHUNK // 4, np.float32), np.ones(_CHUNK // 4, np.float32)
-    return _median(lambda: np.add(x, y, out=x)) / _CHUNK
+    x, y = np.ones(CHUNK // 4, np.float32), np.ones(CHUNK // 4, np.float32)
+    return _median(lambda: np.add(x, y, out=x)) / CHUNK
 
 
 def _seconds_to_merge() -> float:
