@@ -52,7 +52,7 @@ def train(state):
     if state.step and method != "diloco":
         assert kept()[-1].abs().sum() > 0
     note(event="meets", step=state.step, phase=state.phase)
-    taken = 0
+    taken = waited = 0
     for _ in range(MOST):
         if state.phase == len(PHASES):
             break
@@ -60,10 +60,14 @@ def train(state):
         if state.phase == 3 and not (folder / "dead").exists():
             if os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
                 (folder / "dead").touch()
+                time.sleep(1)  # Horovod may wait for ever if it is just then that others submit
                 os.kill(os.getpid(), signal.SIGKILL)
         elif hvd.size() != size:
-            if hvd.rank() == 0 and (folder / "hosts").read_text().strip() != hosts:
-                write(hosts)
+            # Horovod tells once what hosts there are, and workers that meet anew just then forget
+            # it: after some seconds it is said in other words, with a place more than are taken.
+            if hvd.rank() == 0 and waited % 50 == 0:
+                write(hosts if waited % 100 == 0 else hosts.replace("127.0.0.1:1", "127.0.0.1:2"))
+            waited += 1
             time.sleep(0.1)
         else:
             taken += 1

@@ -29,7 +29,11 @@ TRITON = Path(sys.prefix) / "triton"
 
 #: what most jobs of a framework import, beside this project
 IMPORTED = {
-    "torch": ("torch", "mpi4py", "scipy.stats", "sklearn.datasets", "matplotlib.pyplot", "tqdm"),
+    # The first optimizer imports Dynamo, which takes as long as all else.
+    "torch": (
+        *("torch", "torch._dynamo", "mpi4py", "tqdm"),
+        *("scipy.stats", "sklearn.datasets", "matplotlib.pyplot"),
+    ),
     "tensorflow": ("tensorflow", "keras", "mpi4py"),
 }
 
@@ -94,7 +98,7 @@ def python(framework: str = "torch") -> str:
 
 @functools.cache
 def _forked(framework: str) -> str:
-    return forked.python(IMPORTED[framework], environment(**_sleeping_waits()))
+    return forked.python(IMPORTED[framework], environment(**sleeping_waits()))
 
 
 def mpich_missing() -> str | None:
@@ -134,7 +138,7 @@ def run(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=environment(**_sleeping_waits(), **env),
+        env=environment(**sleeping_waits(), **env),
         start_new_session=True,
     ) as process:
         try:
@@ -157,7 +161,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 @functools.cache
-def _sleeping_waits() -> dict[str, str]:
+def sleeping_waits() -> dict[str, str]:
     """What lets waiting ranks sleep: a third of the time of jobs on few cores is spent in waits,
     above all those of Horovod's thread, which waits for the other ranks in every cycle.  Without
     a C compiler, jobs take longer."""

@@ -17,6 +17,7 @@ import hvd_compress
 from benchmarks import masking, steps_report
 from hvd_compress import DGC, RandomK, TopK, as_compressor, config, method_names
 from hvd_compress.cli.costs import costs, costs_of_defaults
+from hvd_compress.config import lookup
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.reduce import Reducer
 from hvd_compress.testing import check_laws
@@ -230,7 +231,9 @@ def test_the_readme_counts_the_other_methods():
     named = {
         as_compressor(getattr(hvd_compress, name)).name for name in re.findall(r"`(\w+)[(`]", table)
     } | set(re.findall(r'"(\w+)": ', table))
-    assert f"lists {len(set(method_names()) - named)} more" in readme
+    # Other tests in this process register methods of their own.
+    ours = {n for n in method_names() if lookup("method", n).__module__.startswith("hvd_compress.")}
+    assert f"lists {len(ours - named)} more" in readme
 
 
 def test_links_lead_somewhere():

@@ -6,7 +6,6 @@ import functools
 import re
 import socket
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -110,14 +109,14 @@ for step in range(100):
 def test_an_error_names_the_rank_that_is_lost(stops, words):
     with socket.create_server(("127.0.0.1", 0)) as free:
         where = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", LOSES_A_RANK, where]
+    command = [jobs.python(), "-c", LOSES_A_RANK, where]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(stops)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=jobs.environment(),
+            env=jobs.environment(**jobs.sleeping_waits()),
         )
         for rank in range(3)
     ]
