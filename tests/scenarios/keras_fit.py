@@ -85,7 +85,7 @@ def without_compression_it_reduces() -> None:
 @horovod_only
 def horovods_own_import_lines_work() -> None:
     for module in map(importlib.import_module, HOROVODS):
-        optimizer = module.DistributedOptimizer(_sgd(), compression=DENSE)
+        optimizer = module.DistributedOptimizer(_sgd(), compression=NoCompression)
         model, _ = _fit(optimizer)
         assert_close(_weights(model), oracle.dense(range(8), hvd.size()))
 
@@ -115,7 +115,7 @@ def drop_ins_take_horovods_options() -> None:
     # Horovod's own drops op here.
     own = hvd if library == "mpi" else importlib.import_module("horovod.tensorflow")
     optimizer = own.DistributedOptimizer(
-        _sgd(oracle.LR / hvd.size()), compression=DENSE, op=hvd.Sum
+        _sgd(oracle.LR / hvd.size()), compression=NoCompression, op=hvd.Sum
     )
     model, _ = _fit(optimizer)
     assert_close(_weights(model), oracle.dense(range(8), hvd.size()))
@@ -124,7 +124,7 @@ def drop_ins_take_horovods_options() -> None:
 def the_graph_is_traced_once() -> None:
     run = train(make(SPARSE), range(6))
     assert run.graph.experimental_get_tracing_count() == 1
-    method = DGC(density=StagedWarmup(densities=(1.0, 0.25, 0.02)), min_size=0)
+    method = DGC(density=StagedWarmup(densities=(1.0, 0.02)), min_size=0)
     run = train(make(method), range(6))
     assert run.graph.experimental_get_tracing_count() == 1
     model = model_of("mlp")
@@ -731,7 +731,7 @@ def damaged_checkpoints_are_refused_whole() -> None:
     """Or they do no harm: whatever is loaded is finite, and a step can be taken."""
     run = train(make(SPARSE), range(2))
     saved, refused = run.compression.values(), 0
-    for what, damaged in mutations(saved, 120):
+    for what, damaged in mutations(saved, 60):
         before = run.compression.values()
         found = _problem_of(run, damaged)
         if found:
@@ -742,7 +742,7 @@ def damaged_checkpoints_are_refused_whole() -> None:
         assert all(np.isfinite(state).all() for state in run.states().values()), what
         run.step(2)
         assert not _problem_of(run, saved)
-    assert refused > 40, refused
+    assert refused > 20, refused
 
 
 def _problem_of(run, values: dict) -> str:

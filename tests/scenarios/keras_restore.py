@@ -86,8 +86,9 @@ def _texts(function: Callable[[], Any]) -> str:
 def what_waited_counts_once() -> None:
     """By each way, if each rank has saved, or rank 0 alone, before or after a consolidation."""
     for name, way in WAYS.items():
+        run = train(make(METHOD), range(3))
         for saves in ("each rank", "rank 0", "rank 0, consolidated"):
-            run, other, own = train(make(METHOD), range(3)), make(METHOD), saves == "each rank"
+            other, own = make(METHOD), saves == "each rank"
             expected = _of_rank_0(_waits(run)) if saves == "rank 0" else _total(_waits(run))
             if is_mean := saves.endswith("consolidated"):
                 run.compression.consolidate()

@@ -14,13 +14,19 @@ LAWS = ["triton_laws.py", "triton_codec_laws.py"]
 pytestmark = pytest.mark.timeout(900)
 
 
-def run(file, part, interpreted, *options):
+def run(files, part, interpreted, *options):
     if problem := jobs.triton_missing():
         pytest.skip(f"{problem}; its kernels were not tested")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     paths = f"{jobs.ROOT}:{jobs.TRITON}"
     _, output = jobs.run(
-        [*command, str(jobs.TESTS / "torch_impl" / file), "-k", part, *options],
+        [
+            *command,
+            *(str(jobs.TESTS / "torch_impl" / file) for file in files),
+            "-k",
+            part,
+            *options,
+        ],
         timeout=850,
         TRITON_INTERPRET=interpreted,
         PYTHONPATH=paths,
@@ -35,19 +41,17 @@ def all_examples(request):
 
 @pytest.mark.parametrize("file", LAWS)
 def test_in_the_interpreter(file, all_examples):
-    run(file, "not compile", "1", *all_examples)
+    run([file], "not compile", "1", *all_examples)
 
 
-@pytest.mark.parametrize("file", LAWS)
-def test_in_the_compiler(file, all_examples):
-    run(file, "compile", "0", *all_examples)
+def test_in_the_compiler(all_examples):
+    run(LAWS, "compile", "0", *all_examples)
 
 
-@pytest.mark.parametrize("file", LAWS)
-def test_on_a_gpu(file):
+def test_on_a_gpu():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU here: Triton's kernels were tested in its interpreter only")
-    run(file, "not compile", "0", "--full")
+    run(LAWS, "not compile", "0", "--full")
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch was built for GPUs")
