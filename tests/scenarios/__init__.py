@@ -8,6 +8,7 @@ scenarios of the modules one after the other, and leaves a line per scenario in 
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import importlib
 import inspect
@@ -62,24 +63,34 @@ def names(
     """Their names, without an import of the module and of its framework.  ``None``: whatever it
     is."""
     module, _, only = module.partition(".")
-    source = (Path(__file__).parent.parent / package / f"{module}.py").read_text()
     return [
-        f"{module}.{node.name}"
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef)
-        and not node.name.startswith("_")
-        and not node.args.args
-        and only in ("", node.name)
-        and all(_applies(decorator, over, ranks) for decorator in node.decorator_list)
+        f"{module}.{name}"
+        for name, decorators in _functions(package, module).items()
+        if only in ("", name) and all(_applies(decorator, over, ranks) for decorator in decorators)
     ]
 
 
-def _applies(decorator: ast.expr, over: str | None, ranks: int | None) -> bool:
-    if ast.unparse(decorator) == "horovod_only":
+@functools.cache
+def _functions(package: str, module: str) -> dict[str, list[dict[str, Any] | None]]:
+    """What ``applies`` is given for each function, and ``None`` for ``horovod_only``."""
+    source = (Path(__file__).parent.parent / package / f"{module}.py").read_text()
+    found: dict[str, list[dict[str, Any] | None]] = {}
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.FunctionDef) or node.name.startswith("_") or node.args.args:
+            continue
+        decorators = found[node.name] = []
+        for decorator in node.decorator_list:
+            if ast.unparse(decorator) == "horovod_only":
+                decorators.append(None)
+            elif isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "applies":
+                words = decorator.keywords
+                decorators.append({str(word.arg): ast.literal_eval(word.value) for word in words})
+    return found
+
+
+def _applies(given: dict[str, Any] | None, over: str | None, ranks: int | None) -> bool:
+    if given is None:
         return not (over and over.endswith("mpi"))
-    if not isinstance(decorator, ast.Call) or ast.unparse(decorator.func) != "applies":
-        return True
-    given = {word.arg: ast.literal_eval(word.value) for word in decorator.keywords}
     if ranks is not None and not given.get("least", 1) <= ranks <= (given.get("most") or ranks):
         return False
     return over is None or over.partition("-")[0] in (given.get("over") or over)

@@ -206,7 +206,7 @@ def test_closed_forms_of_three_nodes():
 def test_simulated_steady_states(graph):
     """Each of many coordinates is a run of its own; the closed form is within five standard errors
     of their mean, which are some percent."""
-    n, mu, runs, steps = 20, 0.1, 600, 300
+    n, mu, runs, steps = 20, 0.1, 600, 120
     w, b = as_topology(graph).weights(n), np.linspace(-1, 1, n)
 
     def noisy(rank, x, step):
