@@ -55,16 +55,13 @@ class ProcessSet:
         Raises:
             SetupError: this rank does not belong to it, or ``hvd.init()`` is missing.
         """
-        if self.comm is None:
-            raise SetupError(self._missing())
-        return self.comm
-
-    def _missing(self) -> str:
+        if self.comm is not None:
+            return self.comm
         if self is global_process_set:
-            return "call hvd.init() first"
+            raise SetupError("call hvd.init() first")
         if self in _made:
-            return f"this rank is not in the process set {self.ranks}"
-        return (
+            raise SetupError(f"this rank is not in the process set {self.ranks}")
+        raise SetupError(
             f"the process set {self.ranks} is not there yet: hvd.add_process_set(...), or "
             "hvd.init(process_sets=[...])"
         )

@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,8 @@ class Communicator:
     (1, array([1., 1.]))
     >>> comm.free()
     """
+
+    whole: Communicator | None = None  # if it is a subgroup
 
     def __init__(
         self,
@@ -194,6 +196,11 @@ class Communicator:
     @property
     def mpi(self) -> MPI.Comm:
         return self.handles.mpi
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Its ranks as messages name them."""
+        return range(self.size)
 
     @property
     def under_way(self) -> set[Any]:
@@ -375,10 +382,9 @@ class Channel:
 
     def send(self, array: Any, to: int) -> InFlight:
         size = nbytes(array)
-        self.comm.bytes_sent += size
-        self.bytes_sent += size
-        if self.whole is not None:
-            self.whole.bytes_sent += size
+        for counter in (self, self.whole, self.comm, self.comm.whole):
+            if counter is not None:
+                counter.bytes_sent += size
         return self._start(self.comm.mpi.Isend, array, size, to, incoming=False)
 
     def receive(self, array: Any, source: int) -> InFlight:
@@ -390,10 +396,10 @@ class Channel:
 
     def _start(self, begin: Any, array: Any, size: int, peer: int, incoming: bool) -> InFlight:
         before_message(array)
-        segment = self.comm.segment
+        segment, number = self.comm.segment, self.comm.members[peer]
         if not segment or size <= segment:
             request = begin([array, size, MPI.BYTE], peer, self._tag(size))
-            return InFlight((request,), peer, (size,), incoming)
+            return InFlight((request,), number, (size,), incoming)
         raw = array.view(np.uint8 if isinstance(array, np.ndarray) else sys.modules["torch"].uint8)
         pieces = [raw[start : start + segment] for start in range(0, size, segment)]
         sizes = tuple(map(nbytes, pieces))
@@ -401,7 +407,7 @@ class Channel:
             begin([piece, size, MPI.BYTE], peer, self._tag(size))
             for piece, size in zip(pieces, sizes, strict=True)
         ]
-        return InFlight(tuple(requests), peer, sizes, incoming)
+        return InFlight(tuple(requests), number, sizes, incoming)
 
     def _tag(self, size: int) -> int:
         """Return the tag of a message of ``size`` bytes.  A message of another size shall not

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from mpi4py import MPI
 
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.transport.communicator import Channel, Communicator
-from hvd_compress.mpi.transport.progress import InFlight, Wait
+from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.transport.progress import Wait
 
 #: how messages call the second level
 ACROSS = "across nodes"
@@ -22,6 +22,9 @@ class Subgroup(Communicator):
     subgroup.
     """
 
+    whole: Communicator
+    members: Sequence[int] = ()
+
     def __init__(self, whole: Communicator, comm: MPI.Comm, members: tuple[int, ...]) -> None:
         self.whole, self.members = whole, members
         super().__init__(comm, timeout=whole.timeout, checks=0, segment=whole.segment)
@@ -29,24 +32,9 @@ class Subgroup(Communicator):
     def _adopt(self) -> None:
         self.whole.handles.subgroups.append(self.handles)  # and is freed with the whole
 
-    def channel(self, tag: int | None = None) -> Channel:
-        return _SubgroupChannel(self, super().channel(tag).tag)
-
     def give_up(self, problem: str, lost: Iterable[Any]) -> None:
         super().give_up(problem, lost)
         self.whole.give_up(problem, [])
-
-
-class _SubgroupChannel(Channel):
-    comm: Subgroup
-
-    def send(self, array: Any, to: int) -> InFlight:
-        message = super().send(array, to)
-        self.comm.whole.bytes_sent += message.size
-        return message._replace(peer=self.comm.members[to])
-
-    def receive(self, array: Any, source: int) -> InFlight:
-        return super().receive(array, source)._replace(peer=self.comm.members[source])
 
 
 class Nodes:

@@ -56,12 +56,12 @@ def read(comm: Any) -> dict[int, str]:
 
 def told(comm: Any) -> str:
     """Return what other ranks have said of themselves, as the end of a message."""
-    members = getattr(comm, "members", range(comm.size))
     notes = sorted(read(comm).items())
-    said = [f"rank {members[rank]} {note}" for rank, note in notes if note]
+    said = [f"rank {comm.members[rank]} {note}" for rank, note in notes if note]
     return f". But {', '.join(said)}: {UNEVEN}" if said else ""
 
 
 def ended(comm: Any) -> set[int]:
-    """Return the ranks from which nothing will come any more."""
-    return {rank for rank, note in read(comm).items() if note in (ENDED, GAVE_UP)}
+    """Return the ranks from which nothing will come any more, as messages name them."""
+    notes = read(comm).items()
+    return {comm.members[rank] for rank, note in notes if note in (ENDED, GAVE_UP)}

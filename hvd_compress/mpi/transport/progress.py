@@ -190,7 +190,7 @@ class RollCall:
                 waits = name == comm.handles.name and int.from_bytes(number, "big") >= self._number
             if not waits:
                 absent.append(peer)
-        return [getattr(comm, "members", range(comm.size))[peer] for peer in absent]
+        return [comm.members[peer] for peer in absent]
 
 
 _DIFFER = (
