@@ -13,7 +13,9 @@ are copied, since others may still look at the old ones, unless a form leaves th
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -24,6 +26,7 @@ import numpy as np
 from hvd_compress.backends import Output, backend_of
 from hvd_compress.backends.weak import weakly
 from hvd_compress.base import Array, Outcome, Sparse
+from hvd_compress.errors import ConfigError
 from hvd_compress.fused.messages import stand_in
 from hvd_compress.requests import Collective, Request
 
@@ -77,7 +80,35 @@ class Memory:
 
 
 class _Kept(dict[str, Any]):
-    """The record of a bucket that the graphs of a binding keep between their calls."""
+    """The record of a bucket that the graphs of a binding keep between their calls.
+
+    Attributes:
+        run: the number of the exchange that has begun last.
+    """
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(**entries)
+        self.run = 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def during_call(self) -> Iterator[None]:
+        """Raise ``ConfigError`` if another call runs: both would write to one memory."""
+        if not self._lock.acquire(blocking=False):
+            raise _two_at_once()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def _two_at_once() -> ConfigError:
+    """Return the error for two threads whose graphs exchange for one binding."""
+    return ConfigError(
+        "two threads run graphs of one compression at the same time, and its steps go one after "
+        "the other: call the tf.function from one thread, or hold one threading.Lock() around "
+        "every call; for models that train apart make an optimizer, or hvd.bind, for each"
+    )
 
 
 def _aligned(array: np.ndarray, n: int) -> np.ndarray:
@@ -105,10 +136,12 @@ def exchange_on_host(
         kept = scratch[calls.bucket_of] = _Kept(memory=memory, size=size)
     inputs, call = calls.inputs(tensors), calls.begin
     for request in bucket.requests:
-        outputs = [_output(request, array) for array in request.arrays]
-        reply = yield request.carrying(xp.on_host(weakly(kept, call), inputs, outputs, like))
+        outputs = [("int64", ()), *(_output(request, array) for array in request.arrays)]
+        run, *sent = xp.on_host(weakly(kept, call), inputs, outputs, like)
+        reply = yield request.carrying(sent)
         is_list = isinstance(reply, list)
-        inputs, call = reply if is_list else [reply], functools.partial(calls.go_on, is_list)
+        inputs = [run, *(reply if is_list else [reply])]
+        call = functools.partial(calls.go_on, is_list)
     call = functools.partial(calls.finish, is_list)
     results = iter(xp.on_host(weakly(kept, call), inputs, calls.outputs(tensors), like))
     return calls.outcomes(results)
@@ -138,31 +171,45 @@ class _Calls:
             found += [tensor.x, *(tensor.state[key] for key in self._keys)]
         return found
 
-    def begin(self, kept: _Kept, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Begin an exchange, and return what it sends first."""
+    def begin(self, kept: _Kept, *arrays: np.ndarray) -> list[Any]:
+        """Begin an exchange, and return its number and what it sends first."""
         each = iter(arrays)
         now = {field: next(each).item() for field in self._symbols}
-        copy = kept["memory"].copy if self._copies else np.ravel
-        own = []
-        for tensor in self._tensors:
-            x, context = next(each), tensor.context._replace(scratch=kept, **now)
-            state = {key: copy(next(each)) for key in self._keys}
-            gradient = x.reshape(context.shape)
-            own.append(tensor._replace(gradient=gradient, x=x, state=state, context=context))
-        kept["waiting"] = self._form(own)  # what waited, if a step has failed, is forgotten
-        return _arrays_of(next(kept["waiting"]))
+        with kept.during_call():
+            copy = kept["memory"].copy if self._copies else np.ravel
+            own = []
+            for tensor in self._tensors:
+                x, context = next(each), tensor.context._replace(scratch=kept, **now)
+                state = {key: copy(next(each)) for key in self._keys}
+                gradient = x.reshape(context.shape)
+                own.append(tensor._replace(gradient=gradient, x=x, state=state, context=context))
+            kept.run += 1
+            kept["waiting"] = self._form(own)  # what waited, if a step has failed, is forgotten
+            return [np.int64(kept.run), *_arrays_of(next(kept["waiting"]))]
 
-    def go_on(self, is_list: bool, kept: _Kept, *replies: np.ndarray) -> list[np.ndarray]:
-        """Return what an exchange sends after a reply."""
-        return _arrays_of(kept["waiting"].send(list(replies) if is_list else replies[0]))
+    def go_on(self, is_list: bool, kept: _Kept, run: Any, *replies: np.ndarray) -> list[Any]:
+        """Return the number of an exchange and what it sends after a reply."""
+        with kept.during_call():
+            waiting = self._waiting(kept, run)
+            return [run, *_arrays_of(waiting.send(list(replies) if is_list else replies[0]))]
 
-    def finish(self, is_list: bool, kept: _Kept, *replies: np.ndarray) -> list[np.ndarray]:
+    def finish(self, is_list: bool, kept: _Kept, run: Any, *replies: np.ndarray) -> list[Any]:
         """Return the results of an exchange, one tensor after the other."""
-        try:
-            kept.pop("waiting").send(list(replies) if is_list else replies[0])
-        except StopIteration as stop:
-            return [x for outcome in stop.value for x in self._results_of(outcome)]
+        with kept.during_call():
+            waiting = self._waiting(kept, run)
+            del kept["waiting"]
+            try:
+                waiting.send(list(replies) if is_list else replies[0])
+            except StopIteration as stop:
+                return [x for outcome in stop.value for x in self._results_of(outcome)]
         raise AssertionError("an exchange has requests of which its bucket does not know")
+
+    @staticmethod
+    def _waiting(kept: _Kept, run: Any) -> Generator[Request, Any, list[Outcome]]:
+        """Return the exchange of this number, unless another has begun in between."""
+        if kept.run != run or "waiting" not in kept:
+            raise _two_at_once()
+        return kept["waiting"]
 
     def _results_of(self, outcome: Outcome) -> Iterator[Array]:
         yield outcome.mean

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import tensorflow as tf
 
+import hvd_compress.tensorflow.mpi as hvd
 from hvd_compress.fused.on_host import Memory
 from hvd_compress.kernels import loops_of
 
@@ -74,3 +77,34 @@ def test_the_loops_take_what_will_be_in_host_memory():
             taken.append(loops_of(x) is not None)
     assert taken == [True, False]
     assert loops_of(tf.zeros([3])) is not None
+
+
+def test_two_threads_that_run_one_graph_are_told_so():
+    """They would write to one memory; and the compression goes on when they have stopped."""
+    hvd.init()
+    variable = tf.Variable(tf.zeros([1 << 20]))
+    binding = hvd.bind("topk:density=0.01", [variable])
+    step = tf.function(lambda: binding.reduce([tf.random.normal([1 << 20])])[0])
+    step()
+    together, problems = threading.Barrier(2), []
+
+    def train():
+        for _ in range(20):
+            together.wait()
+            try:
+                step()
+            except tf.errors.InvalidArgumentError as error:
+                problems.append(str(error))
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems
+    for problem in problems:
+        assert "ConfigError: two threads run graphs of one compression" in problem
+        assert "threading.Lock()" in problem
+    before = int(binding.step)
+    assert np.isfinite(step()).all()
+    assert int(binding.step) == before + 1
