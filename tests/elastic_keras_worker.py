@@ -34,7 +34,7 @@ committed: list[np.ndarray] = []  # this worker's residual; a new one has none
 
 
 def residual() -> np.ndarray:
-    return optimizer.compression.states["0"]["residual"].numpy()
+    return optimizer.compression.store.states["0"]["residual"].numpy()
 
 
 def note(**fields) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import re
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +20,10 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import BucketExchange
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
-from hvd_compress.integrations.optimizers import momentum_inside
 from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import as_fixed
-from hvd_compress.methods.rows import keeps_residual, rows_state
 from hvd_compress.reduce import Reducer
 from hvd_compress.reduce.averages import averaged
-from hvd_compress.reduce.homes import Kind, look_of
 from hvd_compress.reduce.reducer import check_momentum
 from hvd_compress.reduce.state_file import lost
 from hvd_compress.schedules import schedules_of, with_values
@@ -35,10 +31,10 @@ from hvd_compress.stats import Record, Stats, norm_of_residual
 
 from . import backend, saved_state
 from .contexts import check_context, check_device
-from .rows import merged
+from .rows import merged, on_values
 from .runtime import Common, Number, Runtime
 from .slots import TensorSlot, names_of_groups
-from .store import COUNTED, Exchanged, VariableStore, exchange, scaled
+from .store import COUNTED, BranchStore, Exchanged, VariableStore, exchange, scaled
 
 logger = logging.getLogger("hvd_compress")
 
@@ -61,10 +57,7 @@ class Binding(tf.train.experimental.PythonState):
         alone: a world of one, for gradients that stay on their rank.
 
     Attributes:
-        method: the compressor.
-        step, epoch: of the next exchange; variables.
-        states: variables by index of the slot and key.
-        consolidated_at: the step at which all ranks had the same.
+        store: the state, and the only owner of method, seed, step and epoch.
         consolidate_call, serves_all: what gives all ranks the same, and whether they have it.
         on_behalf: others whose messages count here as well.
 
@@ -93,36 +86,25 @@ class Binding(tf.train.experimental.PythonState):
         alone: bool = False,
     ) -> None:
         check_context()
-        self.method: Compressor = as_fixed(compression)
+        method = as_fixed(compression)
         if options is None:
-            options = HorovodOptions.checked(runtime.hvd, self.method)
+            options = HorovodOptions.checked(runtime.hvd, method)
         if not is_number(momentum) or momentum < 0:
             raise ConfigError(f"momentum must be a number from 0; got {momentum!r}")
         check_device("device_dense", options.device_dense)
         check_device("device_sparse", options.device_sparse)
         self._runtime = runtime
-        self.slots = list(slots)
-        self.options, self.seed = options, options.seed
+        self.options, self._set, self._alone = options, options.process_set, alone
+        sums = options.op == runtime.hvd.Sum
+        self.store = VariableStore(method, slots, options.seed, sums, momentum, nesterov)
         self._number: int | None = None
-        self.momentum, self.nesterov = momentum, nesterov
-        self._sums = options.op == runtime.hvd.Sum
-        self._alone = alone
-        self._set = options.process_set
-        self._schedules = schedules_of(self.method)
-        with tf.init_scope():
-            self.step = _variable(0, "step", tf.int64)
-            self.epoch = _variable(-1, "epoch", tf.float64)
-            self._counts = _variable(tf.zeros([len(slots), len(COUNTED)], tf.int64), "counts")
-            self.states: dict[str, dict[str, tf.Variable]] = self._fresh_states()
-            self.consolidated_at = _variable(0, "consolidated_at", tf.int64)
-        self._undo: list[tuple[tf.Variable, tf.Variable]] = []  # (what a step changes, its copy)
+        self._schedules = schedules_of(method)
         self.on_behalf: list[Binding] = []
         self.consolidate_call = "compression.consolidate()"
         self.serves_all: Callable[[], bool] = lambda: self.is_consolidated
         self._averages: dict[tuple[str, ...], Any] = {}
-        self._scratch: dict[str, Any] = {}  # memory for the loops of all graphs
         self.forget_graphs()
-        self.method.bind(self)
+        method.bind(self)
         Binding.alive.add(self)
 
     def for_synchronization(self, method: Compressor) -> Binding:
@@ -131,19 +113,37 @@ class Binding(tf.train.experimental.PythonState):
         options = dataclasses.replace(
             self.options, op=self._runtime.hvd.Average, sparse_as_dense=False
         )
-        other = Binding(self._runtime, method, self.slots, options)
+        other = Binding(self._runtime, method, self.store.slots, options)
         self.on_behalf.append(other)
         return other
 
     # -- what users call ---------------------------------------------------------------------
 
+    @property
+    def method(self) -> Compressor:
+        """The compressor in use."""
+        return self.store.method
+
+    @property
+    def step(self) -> tf.Variable:
+        """The number of exchanges so far."""
+        return self.store.step
+
+    @property
+    def epoch(self) -> tf.Variable:
+        """The epoch that was announced, -1 if none was."""
+        return self.store.epoch
+
     def stats(self) -> Stats:
         """Return the exact bytes so far and the norm of the residuals, by variable and in total."""
-        records = {}
-        for i, (slot, row) in enumerate(zip(self.slots, self._counts.numpy(), strict=True)):
-            records[slot.name] = Record(**dict(zip(COUNTED, map(int, row), strict=True)))
-            state = {key: x.value() for key, x in self.states.get(str(i), {}).items()}
-            records[slot.name].residual_norm = norm_of_residual(state) or 0.0
+        records, store = {}, self.store
+        rows = zip(store.slots, store.counts.numpy(), store.states.values(), strict=True)
+        for slot, counts, state in rows:
+            record = records[slot.name] = Record(
+                **dict(zip(COUNTED, map(int, counts), strict=True))
+            )
+            values = {key: variable.value() for key, variable in state.items()}
+            record.residual_norm = norm_of_residual(values) or 0.0
         for binding in self.on_behalf:
             for name, record in binding.stats().layers.items():
                 records[name].bytes_sent += record.bytes_sent
@@ -153,7 +153,7 @@ class Binding(tf.train.experimental.PythonState):
     def reset_stats(self) -> None:
         """Begin at zero with all that :meth:`stats` counts."""
         for binding in (self, *self.on_behalf):
-            binding._counts.assign(tf.zeros_like(binding._counts))
+            binding.store.counts.assign(tf.zeros_like(binding.store.counts))
 
     def set_epoch(self, epoch: float) -> None:
         """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""
@@ -166,14 +166,9 @@ class Binding(tf.train.experimental.PythonState):
         """Keep the states of before each exchange from now on, for :meth:`discard`.  They take as
         much memory once more, and the time to copy them.  Call it on all ranks, before the first
         step: a ``tf.function`` that was traced before keeps nothing."""
-        if self._undo:
-            return
-        with tf.init_scope():
-            for variable in (self.step, *self.states_of_all()):
-                name = f"before.{variable.name.removesuffix(':0')}"
-                self._undo.append((variable, _variable(variable.value(), name)))
-            self._forget_undo()
-        self.forget_graphs()
+        if not self.store.keeps_undo:
+            self.store.keep_undo()
+            self.forget_graphs()
 
     @tf.autograph.experimental.do_not_convert
     def discard(self) -> None:
@@ -193,27 +188,7 @@ class Binding(tf.train.experimental.PythonState):
             ConfigError: :meth:`keep_undo` was not called, or there is no exchange to discard; in a
                 graph as a text in TensorFlow's ``InvalidArgumentError``.
         """
-        if not self._undo:
-            raise ConfigError(
-                "to discard a step takes the states of before it: call compression.keep_undo() "
-                "once, before the first step"
-            )
-        message = (
-            "there is no step to discard: none has been exchanged since the last one was discarded "
-            "or loaded, or its tf.function was traced before compression.keep_undo()"
-        )
-        step, before = self._undo[0]
-        if tf.executing_eagerly() and before + 1 != step:
-            raise ConfigError(message)
-        check = tf.debugging.assert_equal(before + 1, step, f"ConfigError: {message}")
-        with tf.control_dependencies([] if check is None else [check]):
-            for variable, old in self._undo:
-                variable.assign(old, read_value=False)
-            self._forget_undo()
-
-    def _forget_undo(self) -> None:
-        for _, before in self._undo[:1]:
-            before.assign(-1, read_value=False)
+        self.store.discard()
 
     def report_at_exit(self) -> None:
         """Log one line of statistics when the program ends, on rank 0."""
@@ -228,35 +203,36 @@ class Binding(tf.train.experimental.PythonState):
 
         This is a collective: call it on every rank before rank 0 saves.
         """
-        self._forget_undo()
-        self.consolidated_at.assign(self.step)
-        self.average(self._differing())
+        self.store.forget_undo()
+        self.store.consolidated_at.assign(self.step)
+        self.average(self.store.differing())
 
-    def average(self, own: Sequence[tuple[str, tf.Variable]]) -> None:
-        """Give variables with these names their mean over the ranks; a collective."""
-        size = self.engine.size
+    def average(self, own: Mapping[str, tf.Variable], what: str = "mean") -> None:
+        """Give variables, by names that are the same on all ranks, their mean over the ranks; a
+        collective.  ``what`` tells one call's names from another's."""
+        size, names = self.engine.size, (what, *own)
         if size == 1 or not own:
             return
-        names = tuple(name for name, _ in own)
-        if names not in self._averages:
-            self._averages[names] = tf.function(
-                functools.partial(self._average, own, size), autograph=False
-            )
-        self._averages[names]()
 
-    def _average(self, own: Sequence[tuple[str, tf.Variable]], size: int) -> None:
-        engine = self._runtime.engine(self._set, 1.0, f"hvd_compress.{self.number}", None)
-        for name, variable in own:
-            engine.start(name, _averaged(name, tf.reshape(variable.value(), [-1]), size))
-        means = {name: found for each in engine.finish().values() for name, found in each.items()}
-        for name, variable in own:
-            variable.assign(tf.reshape(means[name].mean, variable.shape))
+        def average() -> None:
+            prefix = f"hvd_compress.{self.number}"
+            engine = self._runtime.engine(self._set, 1.0, prefix, None)
+            for name, variable in own.items():
+                flat = tf.reshape(variable.value(), [-1])
+                engine.start(f"{prefix}.{what}.{name}", _averaged(name, flat, size))
+            for found in engine.finish().values():
+                for name, outcome in found.items():
+                    own[name].assign(tf.reshape(outcome.mean, own[name].shape))
+
+        if names not in self._averages:
+            self._averages[names] = tf.function(average, autograph=False)
+        self._averages[names]()
 
     @property
     def is_consolidated(self) -> bool:
         """Whether what this rank has is what all have."""
-        alone = self.engine.size == 1 or not self._differing()
-        return alone or bool(self.consolidated_at == self.step)
+        alone = self.engine.size == 1 or not self.store.differing()
+        return alone or bool(self.store.consolidated_at == self.step)
 
     def broadcast(self, root_rank: int = 0) -> None:
         """Give all ranks the state of ``root_rank`` if they have come to different steps, because
@@ -274,7 +250,7 @@ class Binding(tf.train.experimental.PythonState):
         step, serves_all = hvd.broadcast(own, root_rank, process_set=self._set).numpy()
         if not serves_all and hvd.rank() == root_rank:
             warnings.warn(lost(f"{sum(steps == step)} of {len(steps)} ranks"), stacklevel=2)
-        self._merge([] if serves_all else self._differing(), self.step == step, root_rank)
+        self._merge({} if serves_all else self.store.differing(), self.step == step, root_rank)
 
     def unite(self) -> None:
         """Give all ranks the state of rank 0 and, of what differs between ranks, the mean over
@@ -289,53 +265,42 @@ class Binding(tf.train.experimental.PythonState):
         self._number, Binding._next_number = map(int, numbers)
         has_begun = tf.cast(self.step > 0, tf.float64)
         part = hvd.allreduce(has_begun, op=hvd.Average, name="hvd_compress.has_begun")
-        self._merge(self._differing(), self.step > 0, 0, part)
+        self._merge(self.store.differing(), self.step > 0, 0, part)
 
     def _merge(
         self,
-        differing: Sequence[tuple[str, tf.Variable]],
+        differing: Mapping[str, tf.Variable],
         counts: Any,
         root_rank: int,
         part: Any = 1.0,
     ) -> None:
         """Give all ranks the root's state and, of what differs, the sum over the ranks that count,
         divided by the number of all ranks and by ``part``; a collective."""
-        for _, variable in differing:
+        roll_back = self.store.commit()
+        for variable in differing.values():
             variable.assign(variable * tf.cast(counts, variable.dtype))
         self.average(differing)
-        for _, variable in differing:
+        for variable in differing.values():
             variable.assign(tf.math.divide_no_nan(variable, tf.cast(part, variable.dtype)))
-        everyones = {id(variable) for _, variable in differing}
-        common = [v for v in self.states_of_all() if id(v) not in everyones]
+        averaged = set(map(id, differing.values()))
+        common = [v for v in self.store.entries() if id(v) not in averaged]
         variables = [self.step, self.epoch, *common]
         self._runtime.hvd.broadcast_variables(variables, root_rank, self._set)
-        self._forget_undo()
-        for i, slot in enumerate(self.slots):  # what was averaged, or was missing on some ranks
-            own = self.states[str(i)]
-            old = {key: variable.value() for key, variable in own.items()}
-            new = self.method_for(slot).repaired(tf.zeros(slot.shape, slot.dtype), old)
-            for key, variable in own.items():
-                variable.assign(new[key])
-        self.consolidated_at.assign(self.step)
-
-    def states_of_all(self) -> list[tf.Variable]:
-        """Return the states of all variables, one after the other."""
-        return [variable for state in self.states.values() for variable in state.values()]
+        found = {
+            i: {key: variable.value() for key, variable in own.items()}
+            for i, own in self.store.states.items()
+        }
+        try:
+            saved_state.restore(self, saved_state.header_of(self, consolidated=True), found)
+        except ConfigError:
+            roll_back()
+            raise
 
     def forget_graphs(self) -> None:
         """Trace new graphs, since the number of ranks is another one from now on."""
         self._averages.clear()
         # Rows come in any number.
         self._traced = tf.function(self._reduce, autograph=False, reduce_retracing=True)
-
-    def _differing(self) -> list[tuple[str, tf.Variable]]:
-        """Return the variables in which ranks differ, with names, in the same order on all of
-        them."""
-        return [
-            (f"hvd_compress.{self.number}.mean.{i}.{key}", self.states[str(i)][key])
-            for i, slot in enumerate(self.slots)
-            for key in sorted(self.states[str(i)].keys() & self.per_rank(slot))
-        ]
 
     # -- the exchange ------------------------------------------------------------------------
 
@@ -379,14 +344,15 @@ class Binding(tf.train.experimental.PythonState):
             common: what the ranks must have in common besides.
         """
         check_context()
-        places = tuple(range(len(self.slots))) if indices is None else _list("indices", indices)
+        slots = self.store.slots
+        places = tuple(range(len(slots))) if indices is None else _list("indices", indices)
         gradients = _list("gradients", gradients)
-        if not all(is_whole(i) and 0 <= i < len(self.slots) for i in places):
-            raise ConfigError(f"indices must be those of {len(self.slots)} variables; got {places}")
+        if not all(is_whole(i) and 0 <= i < len(slots) for i in places):
+            raise ConfigError(f"indices must be those of {len(slots)} variables; got {places}")
         if len(places) != len(gradients):
             raise ConfigError(f"{len(gradients)} gradients for {len(places)} variables")
         for i, gradient in zip(places, gradients, strict=True):
-            self._check(self.slots[i], gradient)
+            self._check(slots[i], gradient)
         reduce = self._traced if tf.executing_eagerly() else self._reduce
         return reduce(list(gradients), places, scale, tuple(common))
 
@@ -411,8 +377,7 @@ class Binding(tf.train.experimental.PythonState):
         others: tuple[Common, ...],
     ) -> list[Gradient]:
         present = {i: g for i, g in zip(places, gradients, strict=True) if g is not None}
-        for variable, before in self._undo:
-            before.assign(variable, read_value=False)
+        self.store.begin_step()
         engine = self._agreeing(present, others) if self.engine.size > 1 else self.engine
         if self.options.sparse_as_dense:
             present = {i: tf.convert_to_tensor(g) for i, g in present.items()}
@@ -426,17 +391,17 @@ class Binding(tf.train.experimental.PythonState):
             norm = tf.sqrt(tf.add_n([tf.square(backend.norm(x)) for x in values]))
         exchanged, counts = self._in_phase(engine, present, norm)
         results: dict[int, Gradient] = {}
-        self._counts.assign_add(counts, read_value=False)
+        self.store.counts.assign_add(counts, read_value=False)
         for i, (direction, state) in exchanged.items():
             for key, value in state.items():
-                variable = self._variable(i, key)
+                variable = self.store.entry(i, key)
                 if _is_rows(value):  # what has changed
                     variable.scatter_update(value)
                 else:
                     variable.assign(value, read_value=False)
             if scale is not None:
                 direction = scaled(direction, scale)
-            results[i] = _cast(direction, self.slots[i].dtype)
+            results[i] = _cast(direction, self.store.slots[i].dtype)
         computed = tf.nest.flatten(list(results.values()), expand_composites=True)
         with tf.control_dependencies(computed):  # a step that fails is none
             self.step.assign_add(1, read_value=False)
@@ -446,12 +411,12 @@ class Binding(tf.train.experimental.PythonState):
         """Return an engine that starts nothing before the ranks are known to agree."""
         terms: dict[str, Any] = {
             "method": repr(self.method),
-            "op": "Sum" if self._sums else "Average",
+            "op": "Sum" if self.store.sums else "Average",
             "gradient_predivide_factor": str(self.options.gradient_predivide_factor),
-            "momentum, nesterov": f"{self.momentum}, {self.nesterov}",
-            "seed": str(self.seed),
-            "variables": listed((slot.name, slot.shape) for slot in self.slots),
-            "with gradients": [self.slots[i].name for i in gradients],
+            "momentum, nesterov": f"{self.store.momentum}, {self.store.nesterov}",
+            "seed": str(self.store.seed),
+            "variables": listed((slot.name, slot.shape) for slot in self.store.slots),
+            "with gradients": [self.store.slots[i].name for i in gradients],
         }
         numbers = {"step": Number(self.step.value()), "epoch": Number(self.epoch.value())}
         for other in others:
@@ -460,7 +425,7 @@ class Binding(tf.train.experimental.PythonState):
         name = f"hvd_compress.{self.number}.agreement"
         checks = [self._runtime.agreement(Common(terms, numbers), name, self._set)]
         if self.method.needs_epoch:  # or some collectives are on their way when this fails
-            checks.append(self._known_epoch())
+            checks.append(self.store.known_epoch())
         with tf.control_dependencies(checks):
             agreed = tf.identity(checks[0])
         return self._engine_after(agreed)
@@ -492,7 +457,7 @@ class Binding(tf.train.experimental.PythonState):
             return exchange(methods[0])
         index = tf.constant(0)
         for schedule in self._schedules:
-            count = self.step if schedule.unit == "step" else self._known_epoch()
+            count = self.step if schedule.unit == "step" else self.store.known_epoch()
             stage = tf.cast(tf.cast(count, tf.float64) / schedule.stage_length + 1e-9, tf.int32)
             last = schedule.stages_in_all - 1
             index = index * schedule.stages_in_all + tf.minimum(stage, last)
@@ -508,29 +473,18 @@ class Binding(tf.train.experimental.PythonState):
             rank=engine.rank,
             size=engine.size,
             step=step,
-            seed=self.seed,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            sums=self._sums,
+            seed=self.store.seed,
+            momentum=self.store.momentum,
+            nesterov=self.store.nesterov,
+            sums=self.store.sums,
         )
 
         def what(method: Compressor, slot: TensorSlot, gradient: Any) -> Any:
             own = method.for_tensor(slot.name, tuple(slot.shape))
             return own.rows_at(context) if _is_rows(gradient) else own.chain(gradient, context)
 
-        done = [[what(m, self.slots[i], g) for i, g in gradients.items()] for m in methods]
+        done = [[what(m, self.store.slots[i], g) for i, g in gradients.items()] for m in methods]
         return all(each == done[0] for each in done)
-
-    def _known_epoch(self) -> tf.Tensor:
-        check = tf.debugging.assert_greater_equal(
-            self.epoch,
-            tf.constant(0, tf.float64),
-            message=f"ConfigError: the density of {self.method.name} goes by epochs: call "
-            "compression.set_epoch(epoch) at the start of every epoch, or add "
-            "hvd.callbacks.CompressionCallback() to model.fit",
-        )
-        with tf.control_dependencies([] if check is None else [check]):
-            return self.epoch.value()
 
     def _exchange(
         self,
@@ -541,9 +495,9 @@ class Binding(tf.train.experimental.PythonState):
         method: Compressor,
         phase: str = "",
     ) -> Exchanged:
-        check_momentum(method, self.momentum)
+        check_momentum(method, self.store.momentum)
         results: dict[int, Any] = {}
-        counts = tf.zeros_like(self._counts)
+        counts = tf.zeros_like(self.store.counts)
         for rows in (False, True):
             own = {i: g for i, g in gradients.items() if _is_rows(g) == rows}
             if not own:
@@ -552,16 +506,16 @@ class Binding(tf.train.experimental.PythonState):
             with tf.device(device):
                 if device:  # what is not touched before would stay where it was
                     own = tf.nest.map_structure(tf.identity, own, expand_composites=True)
-                store = VariableStore(self, method, list(own), norm)
+                store = BranchStore(self.store, method, list(own), norm)
                 reducer = Reducer(
                     method,
                     engine,
                     store=store,
-                    sums=self._sums,
-                    seed=self.seed,
-                    groups=names_of_groups(self.options.groups, self.slots, list(own)),
+                    sums=self.store.sums,
+                    seed=self.store.seed,
+                    groups=names_of_groups(self.options.groups, self.store.slots, list(own)),
                     same_order=True,
-                    scratch=self._scratch,
+                    scratch=self.store.scratch,
                 )
                 reducer.step, reducer.phase = step, phase
                 part, counted = exchange(reducer, store, own)
@@ -569,67 +523,7 @@ class Binding(tf.train.experimental.PythonState):
             counts += counted
         return results, counts
 
-    def momentum_used(self) -> tuple[float, bool]:
-        """Return the (momentum, nesterov) that act inside the exchange."""
-        if not self.method.takes_momentum:
-            return 0.0, False
-        return momentum_inside(self.method, self.momentum, self.nesterov)
-
     # -- state -------------------------------------------------------------------------------
-
-    def _fresh_states(self) -> dict[str, dict[str, tf.Variable]]:
-        """Entries that variables have in common have a place before it is known which have
-        gradients: they are in the state of the first."""
-        homes: dict[Kind, int] = {}
-        self._home_of: tuple[int, ...] = ()
-        for i, slot in enumerate(self.slots):
-            common = self.method_for(slot).common(tf.zeros(slot.shape, slot.dtype))
-            self._home_of += (homes.setdefault(look_of(common), i) if common else i,)
-        states: dict[str, dict[str, tf.Variable]] = {}
-        for i, slot in enumerate(self.slots):
-            name = re.sub(r"[^\w.-]", ".", slot.name)
-            own, common = self.initial(i)
-            states[str(i)] = {
-                key: _variable(x, f"{name}.{key}") for key, x in (own | common).items()
-            }
-        return states
-
-    def initial(self, i: int) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Return the state of a slot before the first step: its own, and what it keeps for all that
-        have it in common."""
-        slot = self.slots[i]
-        method, zeros = self.method_for(slot), tf.zeros(slot.shape, slot.dtype)
-        state, is_home = method.init(zeros), self._home_of[i] == i
-        if slot.shape.rank:  # what gradients will be is not known yet
-            state = rows_state(method, zeros) | state
-        return state, method.common(zeros) if is_home else {}
-
-    def _variable(self, i: int, key: str) -> tf.Variable:
-        """The entry of a state that the exchange of a slot returned."""
-        own = self.states[str(i)]
-        return own[key] if key in own else self.states[str(self._home_of[i])][key]
-
-    def per_rank(self, slot: TensorSlot) -> frozenset[str]:
-        """Return the keys of a slot's state under which ranks differ."""
-        method = self.method_for(slot)
-        found = method.per_rank(tf.zeros(slot.shape, slot.dtype))
-        return found | {"residual"} if keeps_residual(method) else found
-
-    def method_for(self, slot: TensorSlot) -> Compressor:
-        """Return the method of a slot."""
-        return self.method.for_tensor(slot.name, tuple(slot.shape))
-
-    def commit(self) -> Callable[[], None]:
-        """Return a function that puts everything back as it is now on this rank."""
-        everything = [self.step, self.epoch, self._counts, self.consolidated_at]
-        kept = [(v, tf.identity(v)) for v in [*everything, *self.states_of_all()]]
-
-        def roll_back() -> None:
-            for variable, value in kept:
-                variable.assign(value)
-            self._forget_undo()
-
-        return roll_back
 
     def values(self) -> dict[str, Any]:
         """Return all state as NumPy arrays, by flat names."""
@@ -644,7 +538,6 @@ class Binding(tf.train.experimental.PythonState):
         """
         with tf.init_scope():  # a checkpoint may have waited for a step that is traced now
             saved_state.load(self, arrays)
-            self._forget_undo()
 
     def serialize(self) -> bytes:
         """Return what ``tf.train.Checkpoint`` and Keras save; ``tf.saved_model.save`` leaves it
@@ -657,22 +550,6 @@ class Binding(tf.train.experimental.PythonState):
         """Restore what :meth:`serialize` returned."""
         if string_value:
             self.load_values(saved_state.from_bytes(string_value))
-
-
-def _variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variable:
-    """Return a variable of the state, which may be made while a graph is traced.
-
-    A ``tf.function`` whose first trace makes variables is traced again, to have a graph that makes
-    none, even if they are made outside of the graph, in ``tf.init_scope``: this would double the
-    time of the first step.  Those that are not to be lifted out of the graph do not count.
-    """
-    return tf.Variable(
-        value,
-        trainable=False,
-        dtype=dtype,
-        name=name,
-        experimental_enable_variable_lifting=False,
-    )
 
 
 def _list(option: str, value: Any) -> tuple[Any, ...]:
@@ -691,7 +568,4 @@ def _is_rows(gradient: Any) -> bool:
 
 
 def _cast(gradient: Any, dtype: tf.DType) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = tf.cast(gradient.values, dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.cast(gradient, dtype)
+    return on_values(lambda x: tf.cast(x, dtype), gradient)

@@ -88,7 +88,7 @@ class TensorFlowKerasState(ObjectState):
 
     def _keep(self) -> None:
         self._kept = [(v, tf.identity(v)) for v in self._common()]
-        self._commits = [binding.commit() for binding in self._bindings()]
+        self._commits = [binding.store.commit() for binding in self._bindings()]
 
     def _common(self) -> list[tf.Variable]:
         """Return the variables that are equal on all ranks."""

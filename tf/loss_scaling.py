@@ -18,10 +18,10 @@ class NotInLossScaling:
     """
 
     #: what to write instead
-    _hvd_instead_of_scaling: ClassVar[str]
-    _hvd_may_be_wrapped = True
+    instead_of_scaling: ClassVar[str]
+    may_be_wrapped = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not self._hvd_may_be_wrapped and name in _MARKS and value is _MARKS[name]:
-            raise UnsupportedError(self._hvd_instead_of_scaling)
+        if not self.may_be_wrapped and name in _MARKS and value is _MARKS[name]:
+            raise UnsupportedError(self.instead_of_scaling)
         super().__setattr__(name, value)

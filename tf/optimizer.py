@@ -7,7 +7,6 @@ models load without this package; it averages the gradients in ``apply``, which 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import sys
@@ -37,8 +36,8 @@ from .binding import Binding
 from .common_values import numbers_of, sample_of
 from .contexts import check_context
 from .loss_scaling import NotInLossScaling
-from .runtime import Common, Runtime
-from .saved_state import state_on_disk
+from .runtime import Runtime
+from .saved_state import header_of, restore, state_on_disk
 from .slots import native, places_of_groups, slots_of
 
 logger = logging.getLogger("hvd_compress")
@@ -65,6 +64,11 @@ def is_legacy(optimizer: Any) -> bool:
     """Return whether an optimizer is one of ``tf_keras.optimizers.legacy``."""
     tf_keras = sys.modules.get("tf_keras")
     return tf_keras is not None and isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer)
+
+
+def inner_of(optimizer: Any) -> Any:
+    """Return the optimizer that steps, inside of loss scaling."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def as_ours(compression: Any) -> Compressor:
@@ -103,13 +107,11 @@ def distribute(
         raise ConfigError(
             "this optimizer is distributed already; pass the one that it was made from"
         )
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if getattr(inner, "gradient_accumulation_steps", None):
+    if steps := getattr(inner_of(optimizer), "gradient_accumulation_steps", None):
         raise ConfigError(
             "gradient_accumulation_steps adds up what was exchanged already, and momentum would "
-            "act at every part of a step: pass backward_passes_per_step="
-            f"{inner.gradient_accumulation_steps} and average_aggregated_gradients=True to "
-            "hvd.DistributedOptimizer instead"
+            f"act at every part of a step: pass backward_passes_per_step={steps} and "
+            "average_aggregated_gradients=True to hvd.DistributedOptimizer instead"
         )
     if method.weight_decay == "gradient":
         raise ConfigError(
@@ -141,18 +143,27 @@ def distribute(
     new = made_like(optimizer, mixin)
     if name is not None:
         new.name = name
-    new._hvd_setup(
+    inner = inner_of(new)
+    check_partner(method, inner, None)
+    if method.partner == "ZeroOneAdam" and inner is not new:
+        raise ConfigError(
+            "local steps and loss scaling do not go together, since a rank alone cannot skip a "
+            "step: use bfloat16 or float32, or hvd.OneBitAdam"
+        )
+    new.distribution = Distribution(
         runtime,
         method,
         options,
+        inner,
         average_passes=average_aggregated_gradients,
         scale_local=scale_local_gradients,
     )
+    new.may_be_wrapped = False
     for variable in weights_of(local_layers):
         new.register_local_var(variable)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if getattr(inner, "built", getattr(inner, "_built", False)):
-        new._hvd_take_over(optimizer)
+    old = inner_of(optimizer)
+    if getattr(old, "built", getattr(old, "_built", False)):
+        new.take_over(optimizer)
     return new
 
 
@@ -183,40 +194,197 @@ def _with_loss_scale(optimizer: Any) -> Any:
     return optimizer
 
 
+class Distribution:
+    """How one optimizer of Keras averages gradients: what it was told, and which variables it has.
+
+    It is an attribute of the optimizer into which neither Keras nor TensorFlow looks for variables,
+    and it does not hold the optimizer, which would outlive its last use.
+
+    Attributes:
+        runtime, method, options: see :func:`distribute`.
+        average_passes: gradients of several backward passes are averaged instead of added up.
+        scale_local: gradients of local variables are divided by the number of ranks.
+        takes_momentum: the momentum of the optimizer acts inside the exchange.
+        local: the ids of variables whose gradients stay on this rank.
+        epoch: the one that was announced before there was a binding, or ``None``.
+        is_built: the variables are known.
+        places, local_places: the slots of variables in ``compression`` and ``local_compression`` of
+            the optimizer, by id.
+        sums, count: the gradients of the backward passes so far, by id, and the number of these.
+    """
+
+    sums: dict[int, tf.Variable]
+    count: tf.Variable
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        method: Compressor,
+        options: HorovodOptions,
+        inner: Any,
+        *,
+        average_passes: bool,
+        scale_local: bool,
+    ) -> None:
+        self.runtime, self.method, self.options = runtime, method, options
+        self.average_passes, self.scale_local = average_passes, scale_local
+        is_sgd = any(cls.__name__ == "SGD" for cls in type(inner).__mro__)
+        self.takes_momentum = method.takes_momentum and is_sgd
+        self.local: set[int] = set()
+        self.epoch: int | None = None
+        self.is_built = False
+        self.places: dict[int, int] = {}
+        self.local_places: dict[int, int] = {}
+        if not method.takes_momentum:
+            return
+        own, wrapped, is_chief = method.momentum, type(inner).__name__, runtime.hvd.rank() == 0
+        if not is_sgd:
+            if own is None and is_chief:
+                warnings.warn(another_kind(method, wrapped), UserWarning, stacklevel=4)
+            return
+        check_one_momentum(method, inner.momentum)
+        if own is None and inner.momentum and is_chief:
+            logger.info("%s", moved(method, [inner.momentum], inner.nesterov, wrapped))
+
+    def bind(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Make the bindings of an optimizer, whose variables are known now."""
+        shared = [v for v in variables if id(native(v)) not in self.local]
+        local = [v for v in variables if id(native(v)) in self.local]
+        self.places, self.local_places = (
+            {id(native(v)): i for i, v in enumerate(some)} for some in (shared, local)
+        )
+        inner, takes, options = inner_of(optimizer), self.takes_momentum, self.options
+        optimizer.compression = binding = Binding(
+            self.runtime,
+            self.method,
+            slots_of(shared),
+            dataclasses.replace(options, groups=places_of_groups(options.groups, shared)),
+            momentum=float(inner.momentum) if takes else 0.0,
+            nesterov=inner.nesterov if takes else False,
+        )
+        if self.method.partner is not None:
+            inner.follow(binding, self.places)
+        if takes and local:  # their momentum is off with that of all others
+            after = momentum_after_averaging(*binding.store.momentum_used())
+            optimizer.local_compression = Binding(
+                self.runtime, chain(after, via=allreduce()), slots_of(local), alone=True
+            )
+        with tf.init_scope():
+            if self.epoch is not None:
+                binding.set_epoch(self.epoch)
+            if options.backward_passes_per_step > 1:
+                self.sums = {
+                    id(native(v)): tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
+                    for v in variables
+                }
+                self.count = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self.is_built = True
+
+    def step(
+        self,
+        optimizer: Any,
+        gradients: list[Any],
+        variables: list[Any],
+        step: Callable[[list[Any]], Any],
+    ) -> None:
+        """Average and ``step``, after as many backward passes as the user asked for."""
+        for variable in variables:
+            if id(native(variable)) not in self.places | self.local_places:
+                raise ConfigError(
+                    f"{variable.name} came after this optimizer was built: build the model first, "
+                    "or make a new optimizer"
+                )
+        passes = self.options.backward_passes_per_step
+        if passes == 1:
+            self._exchange(optimizer, gradients, variables, step)
+            return
+        sums = [self.sums[id(native(variable))] for variable in variables]
+        for total, gradient in zip(sums, gradients, strict=True):
+            if isinstance(gradient, tf.IndexedSlices):
+                if not self.options.sparse_as_dense:
+                    raise ConfigError(
+                        "gradients of some rows cannot be added up over backward passes: pass "
+                        "sparse_as_dense=True, or backward_passes_per_step=1"
+                    )
+                gradient = tf.convert_to_tensor(gradient)
+            if gradient is not None:
+                total.assign_add(gradient)
+        self.count.assign_add(1)
+
+        def all_passes() -> tf.Tensor:
+            divisor = passes if self.average_passes else 1
+            whole = [
+                None if gradient is None else total.value() / divisor
+                for total, gradient in zip(sums, gradients, strict=True)
+            ]
+            self._exchange(optimizer, whole, variables, step)
+            for total in sums:
+                total.assign(tf.zeros_like(total))
+            return tf.constant(True)
+
+        tf.cond(tf.equal(self.count % passes, 0), all_passes, lambda: tf.constant(False))
+
+    def _exchange(
+        self,
+        optimizer: Any,
+        gradients: list[Any],
+        variables: list[Any],
+        step: Callable[[list[Any]], Any],
+    ) -> None:
+        """Step by averages, but for local variables, and without momentum that acted inside the
+        exchange already."""
+        inner, binding = inner_of(optimizer), optimizer.compression
+        results = [
+            g if g is None or isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g)
+            for g in gradients
+        ]
+        keys = [id(native(variable)) for variable in variables]
+        shared = [j for j, key in enumerate(keys) if key in self.places]
+        local = [j for j, key in enumerate(keys) if key in self.local_places]
+        common = [numbers_of(binding, inner)]
+        if not hasattr(inner, "synchronize_parameters"):  # else weights differ for some steps
+            common.append(sample_of(binding, [variables[j] for j in shared]))
+        is_scaled = hasattr(optimizer, "dynamic_scale")
+        scale = native(optimizer.dynamic_scale).value() if is_scaled else None
+        averages = binding.reduce(
+            [results[j] for j in shared], [self.places[keys[j]] for j in shared], scale, common
+        )
+        for j, average in zip(shared, averages, strict=True):
+            results[j] = average
+        for j in local:
+            if self.scale_local and results[j] is not None:
+                results[j] = tf.convert_to_tensor(results[j]) / binding.engine.size
+        if hasattr(optimizer, "local_compression"):
+            own = optimizer.local_compression.reduce(
+                [results[j] for j in local], [self.local_places[keys[j]] for j in local], scale
+            )
+            for j, direction in zip(local, own, strict=True):
+                results[j] = direction
+        if not self.takes_momentum:
+            step(results)
+            return
+        momentum = inner.momentum, inner.nesterov
+        inner.momentum, inner.nesterov = 0.0, False
+        try:
+            step(results)
+        finally:
+            inner.momentum, inner.nesterov = momentum
+
+
 class CompressedOptimizer(NotInLossScaling):
     """``isinstance(optimizer, CompressedOptimizer)``: made by :func:`distribute`.
 
     Attributes:
         compression: a :class:`hvd_compress.tensorflow.binding.Binding`, once it is built.
+        distribution: how gradients are averaged.
     """
 
-    _hvd_instead_of_scaling = (
+    distribution: Distribution
+    instead_of_scaling = (
         "a distributed optimizer inside of a LossScaleOptimizer would step on some ranks only: "
         "write hvd.DistributedOptimizer(LossScaleOptimizer(optimizer)) before model.compile, or "
         "set the policy mixed_float16 before hvd.DistributedOptimizer"
     )
-
-    def _hvd_setup(
-        self,
-        runtime: Runtime,
-        method: Compressor,
-        options: HorovodOptions,
-        *,
-        average_passes: bool,
-        scale_local: bool,
-    ) -> None:
-        self._hvd_runtime = runtime
-        self._hvd_method = method
-        self._hvd_options = options
-        self._hvd_passes = options.backward_passes_per_step
-        self._hvd_average_passes = average_passes
-        self._hvd_scale_local = scale_local
-        self._hvd_local: set[int] = set()
-        self._hvd_places: dict[int, int] = {}
-        self._hvd_epoch: int | None = None
-        self._hvd_built = False
-        self._hvd_may_be_wrapped = False
-        self._hvd_check_momentum()
 
     def __getattr__(self, name: str) -> Any:
         hint = ""
@@ -233,244 +401,92 @@ class CompressedOptimizer(NotInLossScaling):
 
     def set_compression_epoch(self, epoch: int) -> None:
         """Announce the epoch, for schedules by epoch; this may be before the optimizer is built."""
-        self._hvd_epoch = epoch
-        if self._hvd_built:
+        self.distribution.epoch = epoch
+        if self.distribution.is_built:
             self.compression.set_epoch(epoch)
 
     def register_local_var(self, variable: Any) -> None:
         """Keep the gradient of this variable on this rank; call this before the optimizer is
         built."""
-        if self._hvd_built:
+        if self.distribution.is_built:
             raise ConfigError("register_local_var() must be called before the first step")
-        self._hvd_local.add(id(native(variable)))
-
-    def _hvd_inner(self) -> Any:  # no property: Keras would look for variables behind it
-        """Return the optimizer that steps, inside of loss scaling."""
-        return getattr(self, "inner_optimizer", self)
-
-    def _hvd_check_momentum(self) -> None:
-        method, inner = self._hvd_method, self._hvd_inner()
-        check_partner(method, inner, None)
-        if method.partner == "ZeroOneAdam" and inner is not self:
-            raise ConfigError(
-                "local steps and loss scaling do not go together, since a rank alone cannot skip a "
-                "step: use bfloat16 or float32, or hvd.OneBitAdam"
-            )
-        if not method.takes_momentum:
-            return
-        own, momentum = method.momentum, getattr(inner, "momentum", 0.0)
-        wrapped = type(inner).__name__
-        is_chief = self._hvd_runtime.hvd.rank() == 0
-        if not self._hvd_takes_momentum:
-            if own is None and is_chief:
-                warnings.warn(another_kind(method, wrapped), UserWarning, stacklevel=5)
-            return
-        check_one_momentum(method, momentum)
-        if own is None and momentum and is_chief:
-            logger.info("%s", moved(method, [momentum], inner.nesterov, wrapped))
-
-    @property
-    def _hvd_takes_momentum(self) -> bool:
-        is_sgd = any(cls.__name__ == "SGD" for cls in type(self._hvd_inner()).__mro__)
-        return self._hvd_method.takes_momentum and is_sgd
-
-    def _hvd_bind(self, variables: Sequence[Any]) -> None:
-        shared = [v for v in variables if id(native(v)) not in self._hvd_local]
-        self._hvd_places = {id(native(v)): i for i, v in enumerate(shared)}
-        inner, takes = self._hvd_inner(), self._hvd_takes_momentum
-        options = self._hvd_options
-        self.compression = Binding(
-            self._hvd_runtime,
-            self._hvd_method,
-            slots_of(shared),
-            dataclasses.replace(options, groups=places_of_groups(options.groups, shared)),
-            momentum=float(inner.momentum) if takes else 0.0,
-            nesterov=inner.nesterov if takes else False,
-        )
-        if self._hvd_method.partner is not None:
-            inner.follow(self.compression, self._hvd_places)
-        local = [v for v in variables if id(native(v)) in self._hvd_local]
-        self._hvd_local_places = {id(native(v)): i for i, v in enumerate(local)}
-        if takes and local:  # their momentum is off with that of all others
-            after = momentum_after_averaging(*self.compression.momentum_used())
-            self.local_compression = Binding(
-                self._hvd_runtime, chain(after, via=allreduce()), slots_of(local), alone=True
-            )
-        if self._hvd_epoch is not None:
-            with tf.init_scope():
-                self.compression.set_epoch(self._hvd_epoch)
-        self._hvd_built = True
-        if self._hvd_passes > 1:
-            with tf.init_scope():
-                self._hvd_sums = {
-                    id(native(v)): tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False)
-                    for v in variables
-                }
-                self._hvd_count = tf.Variable(0, trainable=False, dtype=tf.int64)
-
-    def _hvd_average(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return averages in place of gradients, but for local variables."""
-        results = [_plain(gradient) for gradient in gradients]
-        keys = [id(native(variable)) for variable in variables]
-        shared = [j for j, key in enumerate(keys) if key in self._hvd_places]
-        local = [j for j, key in enumerate(keys) if key in self._hvd_local_places]
-        scale = native(self.dynamic_scale).value() if hasattr(self, "dynamic_scale") else None
-        averages = self.compression.reduce(
-            [results[j] for j in shared],
-            [self._hvd_places[keys[j]] for j in shared],
-            scale,
-            self._hvd_common([variables[j] for j in shared]),
-        )
-        for j in local:
-            if self._hvd_scale_local and results[j] is not None:
-                results[j] = tf.convert_to_tensor(results[j]) / self.compression.engine.size
-        if hasattr(self, "local_compression"):
-            own = self.local_compression.reduce(
-                [results[j] for j in local], [self._hvd_local_places[keys[j]] for j in local], scale
-            )
-            averages, shared = [*averages, *own], [*shared, *local]
-        for j, average in zip(shared, averages, strict=True):
-            results[j] = average
-        return results
-
-    def _hvd_common(self, variables: Sequence[Any]) -> list[Common]:
-        """Return what the ranks must have in common."""
-        inner = self._hvd_inner()
-        numbers = numbers_of(self.compression, inner)
-        if hasattr(inner, "synchronize_parameters"):  # lets weights differ for some steps
-            return [numbers]
-        return [numbers, sample_of(self.compression, variables)]
-
-    @contextlib.contextmanager
-    def _hvd_momentum_off(self) -> Iterator[None]:
-        """Switch off momentum that has acted inside the exchange already."""
-        inner = self._hvd_inner()
-        if not self._hvd_takes_momentum:
-            yield
-            return
-        own = inner.momentum, inner.nesterov
-        inner.momentum, inner.nesterov = 0.0, False
-        try:
-            yield
-        finally:
-            inner.momentum, inner.nesterov = own
-
-    def _hvd_step(
-        self, gradients: list[Any], variables: list[Any], step: Callable[[list[Any]], Any]
-    ) -> None:
-        """Average and step; after as many backward passes as the user asked for."""
-        for variable in variables:
-            if id(native(variable)) not in self._hvd_places | self._hvd_local_places:
-                raise ConfigError(
-                    f"{variable.name} came after this optimizer was built: build the model first, "
-                    "or make a new optimizer"
-                )
-
-        def exchange(gradients: list[Any]) -> None:
-            averages = self._hvd_average(gradients, variables)
-            with self._hvd_momentum_off():
-                step(averages)
-
-        if self._hvd_passes == 1:
-            exchange(gradients)
-            return
-        sums = [self._hvd_sums[id(native(variable))] for variable in variables]
-        for total, gradient in zip(sums, gradients, strict=True):
-            if isinstance(gradient, tf.IndexedSlices):
-                if not self._hvd_options.sparse_as_dense:
-                    raise ConfigError(
-                        "gradients of some rows cannot be added up over backward passes: pass "
-                        "sparse_as_dense=True, or backward_passes_per_step=1"
-                    )
-                gradient = tf.convert_to_tensor(gradient)
-            if gradient is not None:
-                total.assign_add(gradient)
-        self._hvd_count.assign_add(1)
-
-        def all_passes() -> tf.Tensor:
-            passes = self._hvd_passes if self._hvd_average_passes else 1
-            exchange(
-                [
-                    None if gradient is None else total.value() / passes
-                    for total, gradient in zip(sums, gradients, strict=True)
-                ]
-            )
-            for total in sums:
-                total.assign(tf.zeros_like(total))
-            return tf.constant(True)
-
-        tf.cond(
-            tf.equal(self._hvd_count % self._hvd_passes, 0), all_passes, lambda: tf.constant(False)
-        )
+        self.distribution.local.add(id(native(variable)))
 
 
 class Keras3Optimizer(CompressedOptimizer):
     """Mixed into the class of an optimizer of Keras 3."""
 
     def build(self, variables: Sequence[Any]) -> None:
-        if self._hvd_built:
+        if self.distribution.is_built:
             return
         super().build(variables)  # type: ignore[misc]
-        self._hvd_bind(variables)
+        self.distribution.bind(self, variables)
         self.compression_on_disk = state_on_disk(self.compression)
         if hasattr(self, "local_compression"):
             self.local_compression_on_disk = state_on_disk(self.local_compression)
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        if trainable_variables is None and not self._hvd_built:
+        is_built = self.distribution.is_built
+        if trainable_variables is None and not is_built:
             super().apply(grads)  # type: ignore[misc]  # raises
         variables = list(
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
-        if not self._hvd_built:
+        if not is_built:
             import keras
 
             with keras.name_scope(self.name):
                 self.build(variables)
         step = super().apply  # type: ignore[misc]
-        self._hvd_step(list(grads), variables, lambda averages: step(averages, variables))
+        self.distribution.step(
+            self, list(grads), variables, lambda averages: step(averages, variables)
+        )
 
     def save_own_variables(self, store: Any) -> None:
         """Save the variables with momentum as plain Keras would have it, so that it can go on."""
         own: dict[str, Any] = {}
         super().save_own_variables(own)  # type: ignore[misc]
         places = {id(variable): str(i) for i, variable in enumerate(self.variables)}
-        for slot, velocity, factor in self._hvd_velocities():
+        for slot, place, factor in self._velocities():
+            velocity = self.compression.store.states[place]["velocity"]
             own[places[id(slot)]] = (velocity.numpy() * factor).reshape(slot.shape)
         for name, array in own.items():
             store[name] = array
 
-    def _hvd_take_over(self, optimizer: Any) -> None:
+    def take_over(self, optimizer: Any) -> None:
         """Take over the state of the optimizer that this one is made from."""
-        old, new = getattr(optimizer, "inner_optimizer", optimizer), self._hvd_inner()
+        old, new = inner_of(optimizer), inner_of(self)
         self.build(old._trainable_variables)
         pairs = list(zip(new.variables, old.variables, strict=True))
         if old is not optimizer and optimizer.built:  # the scale
             pairs += zip(self._variables, optimizer._variables, strict=True)
         for own, theirs in pairs:
             own.assign(theirs)
-        for slot, velocity, factor in self._hvd_velocities():
-            if factor:  # at the start of a warm-up the rate may be zero, and so is the slot
-                velocity.assign(tf.reshape(native(slot).value(), [-1]) / factor)
+        velocities = {
+            place: {"velocity": native(slot).value() / factor}
+            for slot, place, factor in self._velocities()
+            if factor  # at the start of a warm-up the rate may be zero, and so is the slot
+        }
+        restore(self.compression, header_of(self.compression, consolidated=True), velocities)
 
-    def _hvd_velocities(self) -> Iterator[tuple[Any, tf.Variable, float]]:
-        """Yield momentum slots that are off, the velocities that act in their place, and the slot
-        for a velocity of 1: Keras's slots contain the learning rate, and our velocities, if
-        Nesterov, the momentum."""
-        inner = self._hvd_inner()
-        if not self._hvd_takes_momentum or not getattr(inner, "momentums", None):
+    def _velocities(self) -> Iterator[tuple[Any, str, float]]:
+        """Yield momentum slots that are off, the places of the states whose velocities act instead,
+        and the slot for a velocity of 1: Keras's slots contain the learning rate, and our
+        velocities, if Nesterov, the momentum."""
+        inner, own = inner_of(self), self.distribution
+        if not own.takes_momentum or not getattr(inner, "momentums", None):
             return
-        momentum, nesterov = self.compression.momentum_used()
+        momentum, nesterov = self.compression.store.momentum_used()
         if not momentum:
             return
         factor = -float(np.asarray(inner.learning_rate)) / velocity_of_one(momentum, nesterov)
-        if self._hvd_options.op == self._hvd_runtime.hvd.Sum:  # velocities are of averages
+        if own.options.op == own.runtime.hvd.Sum:  # velocities are of averages
             factor *= self.compression.engine.size
         for variable, slot in zip(self._trainable_variables, inner.momentums, strict=True):
-            place = self._hvd_places.get(id(native(variable)))
-            if place is not None and "velocity" in self.compression.states[str(place)]:
-                yield slot, self.compression.states[str(place)]["velocity"], factor
+            place = str(own.places.get(id(native(variable))))
+            if "velocity" in self.compression.store.states.get(place, {}):
+                yield slot, place, factor
 
 
 class TfKerasOptimizer(CompressedOptimizer):
@@ -478,8 +494,8 @@ class TfKerasOptimizer(CompressedOptimizer):
 
     def build(self, var_list: Sequence[Any]) -> None:
         super().build(var_list)  # type: ignore[misc]
-        if not self._hvd_built:
-            self._hvd_bind(var_list)
+        if not self.distribution.is_built:
+            self.distribution.bind(self, var_list)
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
@@ -488,14 +504,16 @@ class TfKerasOptimizer(CompressedOptimizer):
         with tf.init_scope():
             self.build(variables)
         step = super().apply_gradients  # type: ignore[misc]
-        self._hvd_step(
+        self.distribution.step(
+            self,
             gradients,
             variables,
             lambda averages: step(zip(averages, variables, strict=True), *args, **kwargs),
         )
         return self.iterations
 
-    def _hvd_take_over(self, optimizer: Any) -> None:
+    def take_over(self, optimizer: Any) -> None:
+        """Raise ``UnsupportedError``."""
         raise UnsupportedError(
             "this optimizer has been used already, and its state would be lost: pass a new one, "
             "and load its state from a checkpoint"
@@ -511,14 +529,8 @@ def made_like(optimizer: Any, mixin: type) -> Any:
     if callable(rate):  # a schedule of the user's own, which Keras would not find by its name
         config["learning_rate"] = rate
     new = base.from_config.__func__(cls, config)  # the mixin's own refuses
-    old, inner = (getattr(o, "inner_optimizer", o) for o in (optimizer, new))
+    old, inner = inner_of(optimizer), inner_of(new)
     for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
         if hasattr(old, excluded):  # not in the configuration
             setattr(inner, excluded, getattr(old, excluded))
     return new
-
-
-def _plain(gradient: Any) -> Any:
-    if gradient is None or isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    return tf.convert_to_tensor(gradient)

@@ -8,12 +8,21 @@ where nothing has to wait.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
 from hvd_compress.base import Context, Exchange, Outcome, State
 from hvd_compress.methods.rows import Rows
 from hvd_compress.methods.rows import exchange_rows as exchange
+
+
+def on_values(function: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
+    """Return what ``function`` makes of a tensor, or of the values of rows."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return function(gradient)
+    return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
 
 
 def merged(gradient: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -34,20 +34,26 @@ from hvd_compress.reduce.state_file import (
 HEADER = "header"
 
 
-def to_arrays(binding: Any) -> dict[str, np.ndarray]:
-    """Return all state of a binding as NumPy arrays by flat names."""
-    engine, epoch = binding.engine, float(binding.epoch)
-    own = StateHeader(
-        binding.method.to_config(),
-        int(binding.step),
+def header_of(binding: Any, *, consolidated: bool) -> StateHeader:
+    """Return the header of the state of a binding."""
+    engine, store = binding.engine, binding.store
+    epoch = float(store.epoch)
+    return StateHeader(
+        store.method.to_config(),
+        int(store.step),
         engine.rank,
         engine.size,
-        bool(binding.is_consolidated),
+        consolidated,
         None if epoch < 0 else epoch,
-        binding.seed,
+        store.seed,
     )
+
+
+def to_arrays(binding: Any) -> dict[str, np.ndarray]:
+    """Return all state of a binding as NumPy arrays by flat names."""
+    own = header_of(binding, consolidated=binding.is_consolidated)
     arrays = {HEADER: np.frombuffer(json.dumps(own.saved()).encode(), np.uint8)}
-    for i, state in binding.states.items():
+    for i, state in binding.store.states.items():
         for key, variable in state.items():
             x = variable.numpy()
             # NumPy's files do not know bfloat16.
@@ -57,9 +63,6 @@ def to_arrays(binding: Any) -> dict[str, np.ndarray]:
 
 def load(binding: Any, arrays: Mapping[str, Any]) -> None:
     """Take up what :func:`to_arrays` returned, on this rank or on another.
-
-    This rank takes its share of entries that differ between ranks.  Entries that the arrays lack
-    begin anew, and those that the method has no use for are dropped.
 
     Raises:
         ConfigError: it belongs to another model, or it is damaged; then nothing has changed.
@@ -72,13 +75,13 @@ def load(binding: Any, arrays: Mapping[str, Any]) -> None:
     except (ValueError, RecursionError):
         raise refused(f"{HEADER!r} is no text in JSON") from None
     saved = read_header(own)
-    if saved.seed != binding.seed:
+    if saved.seed != (here := binding.store.seed):
         raise refused(
-            f"it is of seed={saved.seed}, and graphs are made with seed={binding.seed} here: pass "
+            f"it is of seed={saved.seed}, and graphs are made with seed={here} here: pass "
             f"seed={saved.seed} to hvd.DistributedOptimizer, hvd.bind or "
             "hvd.DistributedGradientTape"
         )
-    found: dict[str, dict[str, Any]] = {i: {} for i in binding.states}
+    found: dict[str, dict[str, Any]] = {i: {} for i in binding.store.states}
     for name in arrays:
         if name == HEADER:
             continue
@@ -86,21 +89,36 @@ def load(binding: Any, arrays: Mapping[str, Any]) -> None:
         if place not in found:
             raise refused(f"{name!r} fits no variable: it belongs to another model")
         found[place][key] = arrays[name]
-    factor = saved.share(binding.engine)
+    restore(binding, saved, found)
+
+
+def restore(binding: Any, saved: StateHeader, found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Take up a state, by whichever way it came: from a file, from other ranks, or from a plain
+    optimizer.
+
+    Args:
+        saved: its header; this rank takes its share of entries that differ between ranks.
+        found: entries, as arrays or eager tensors, by the number of the slot and key.  Missing
+            ones begin anew, and those that the method has no use for are dropped.
+
+    Raises:
+        ConfigError: an entry does not fit, or it is damaged; then nothing has changed.
+    """
+    factor, store = saved.share(binding.engine), binding.store
     dropped: dict[str, list[str]] = {}
     states = []
-    for i, slot in enumerate(binding.slots):
-        method, zeros = binding.method_for(slot), tf.zeros(slot.shape, slot.dtype)
-        fresh, common = binding.initial(i)
+    for i, slot in enumerate(store.slots):
+        method, zeros = store.method_for(slot), tf.zeros(slot.shape, slot.dtype)
+        fresh, common = store.initial(i)
         state, unused = restored(
             slot.name,
             method,
             zeros,
-            found[str(i)],
+            found.get(str(i), {}),
             fresh=fresh,
             common=common,
             more={},
-            per_rank=binding.per_rank(slot),
+            per_rank=store.per_rank(slot),
             factor=factor,
             kinds=(np.ndarray, tf.Tensor),
             place=_placed,
@@ -111,16 +129,17 @@ def load(binding: Any, arrays: Mapping[str, Any]) -> None:
     if dropped:
         entries = (f"{key!r} of {len(of)} ({of[0]} ...)" for key, of in dropped.items())
         warnings.warn(
-            f"{binding.method.name} has no use for {', '.join(entries)} in a state of "
+            f"{store.method.name} has no use for {', '.join(entries)} in a state of "
             f"{saved.method['method']}: dropped",
             stacklevel=2,
         )
-    binding.step.assign(saved.step)
-    binding.epoch.assign(-1 if saved.epoch is None else saved.epoch)
+    store.step.assign(saved.step)
+    store.epoch.assign(-1 if saved.epoch is None else saved.epoch)
     for i, state in enumerate(states):
         for key, x in state.items():
-            binding.states[str(i)][key].assign(x)
-    binding.consolidated_at.assign(saved.step if saved.consolidated else -1)
+            store.states[str(i)][key].assign(x)
+    store.consolidated_at.assign(saved.step if saved.consolidated else -1)
+    store.forget_undo()
 
 
 def _placed(x: Any, like: tf.Tensor) -> tf.Tensor:

@@ -1,20 +1,26 @@
-"""The variables as a traced step knows them: states go in and come out as symbols."""
+"""The state of a method for some variables, and how a traced step knows it: states go in and come
+out as symbols."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
-from hvd_compress.methods.rows import as_rows, keeps_residual
+from hvd_compress.errors import ConfigError
+from hvd_compress.integrations.optimizers import momentum_inside
+from hvd_compress.methods.rows import as_rows, keeps_residual, rows_state
 from hvd_compress.reduce import Reducer, Store
+from hvd_compress.reduce.homes import Kind, look_of
 from hvd_compress.transforms import momentum_after_averaging
 
 from . import backend
-from .rows import exchange_rows, merged
+from .rows import exchange_rows, merged, on_values
+from .slots import TensorSlot
 
 #: what is counted in the graph: these fields of a ``Record``
 COUNTED = ("steps", "bytes_sent", "bytes_received", "dense_bytes", "elements", "elements_sent")
@@ -24,11 +30,183 @@ COUNTED = ("steps", "bytes_sent", "bytes_received", "dense_bytes", "elements", "
 Exchanged: TypeAlias = tuple[dict[int, tuple[Any, State]], tf.Tensor]
 
 
-class VariableStore(Store):
-    """The states of variables before the step, which are read once, and after it.
+class VariableStore:
+    """All that a binding keeps from step to step: the only owner of method, seed, step and epoch.
+
+    A graph is traced once and runs many times.  The method, the seed and the momentum are constants
+    of a graph; the step, the epoch and the states change from run to run, so they are
+    ``tf.Variable``s.  A reducer owns nothing here: each branch of a graph has one of its own, which
+    gets the method with the densities of the branch, and the step as a symbol, and is dropped when
+    the branch is traced.
 
     Args:
-        binding: the owner of the variables, a :class:`hvd_compress.tensorflow.binding.Binding`.
+        method: the compressor.
+        slots: the variables.
+        seed: of random numbers that the ranks share.
+        sums: results are sums instead of averages.
+        momentum, nesterov: of the optimizer, which must not apply them again.
+
+    Attributes:
+        step, epoch: of the next exchange; -1 is no epoch.
+        counts: what is counted, with a row for each slot and the columns of ``COUNTED``.
+        states: the entries of states, by index of the slot and key.
+        consolidated_at: the step at which all ranks had the same.
+        scratch: memory for the loops of all graphs.
+    """
+
+    def __init__(
+        self,
+        method: Compressor,
+        slots: Sequence[TensorSlot],
+        seed: int,
+        sums: bool,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
+        self.method, self.slots, self.seed, self.sums = method, list(slots), seed, sums
+        self.momentum, self.nesterov = momentum, nesterov
+        self.scratch: dict[str, Any] = {}
+        self.states: dict[str, dict[str, tf.Variable]] = {}
+        self._undo: list[tuple[tf.Variable, tf.Variable]] = []  # (what a step changes, its copy)
+        # Entries that variables have in common have a place before it is known which have
+        # gradients: they are in the state of the first.
+        homes: dict[Kind, int] = {}
+        self._home_of: list[int] = []
+        for i, slot in enumerate(self.slots):
+            common = self.method_for(slot).common(tf.zeros(slot.shape, slot.dtype))
+            self._home_of.append(homes.setdefault(look_of(common), i) if common else i)
+        with tf.init_scope():
+            self.step = _variable(0, "step", tf.int64)
+            self.epoch = _variable(-1, "epoch", tf.float64)
+            self.counts = _variable(tf.zeros([len(slots), len(COUNTED)], tf.int64), "counts")
+            for i, slot in enumerate(self.slots):
+                name = re.sub(r"[^\w.-]", ".", slot.name)
+                own, common = self.initial(i)
+                self.states[str(i)] = {
+                    key: _variable(x, f"{name}.{key}") for key, x in (own | common).items()
+                }
+            self.consolidated_at = _variable(0, "consolidated_at", tf.int64)
+
+    def method_for(self, slot: TensorSlot) -> Compressor:
+        """Return the method of a slot."""
+        return self.method.for_tensor(slot.name, tuple(slot.shape))
+
+    def initial(self, i: int) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Return the state of a slot before the first step: its own, and what it keeps for all that
+        have it in common."""
+        slot = self.slots[i]
+        method, zeros = self.method_for(slot), tf.zeros(slot.shape, slot.dtype)
+        state, is_home = method.init(zeros), self._home_of[i] == i
+        if slot.shape.rank:  # what gradients will be is not known yet
+            state = rows_state(method, zeros) | state
+        return state, method.common(zeros) if is_home else {}
+
+    def entry(self, i: int, key: str) -> tf.Variable:
+        """Return the entry of a state that the exchange of a slot has returned."""
+        own = self.states[str(i)]
+        return own[key] if key in own else self.states[str(self._home_of[i])][key]
+
+    def entries(self) -> list[tf.Variable]:
+        """Return the states of all variables, one after the other."""
+        return [variable for state in self.states.values() for variable in state.values()]
+
+    def per_rank(self, slot: TensorSlot) -> frozenset[str]:
+        """Return the keys of a slot's state under which ranks differ."""
+        method = self.method_for(slot)
+        found = method.per_rank(tf.zeros(slot.shape, slot.dtype))
+        return found | {"residual"} if keeps_residual(method) else found
+
+    def differing(self) -> dict[str, tf.Variable]:
+        """Return the entries in which ranks differ by slot and key, in the same order on all of
+        them."""
+        return {
+            f"{i}.{key}": self.states[str(i)][key]
+            for i, slot in enumerate(self.slots)
+            for key in sorted(self.states[str(i)].keys() & self.per_rank(slot))
+        }
+
+    def momentum_used(self) -> tuple[float, bool]:
+        """Return the (momentum, nesterov) that act inside the exchange."""
+        if not self.method.takes_momentum:
+            return 0.0, False
+        return momentum_inside(self.method, self.momentum, self.nesterov)
+
+    def known_epoch(self) -> tf.Tensor:
+        """Return the epoch, which a graph checks when it runs."""
+        check = tf.debugging.assert_greater_equal(
+            self.epoch,
+            tf.constant(0, tf.float64),
+            message=f"ConfigError: the density of {self.method.name} goes by epochs: call "
+            "compression.set_epoch(epoch) at the start of every epoch, or add "
+            "hvd.callbacks.CompressionCallback() to model.fit",
+        )
+        with tf.control_dependencies([] if check is None else [check]):
+            return self.epoch.value()
+
+    # -- earlier states ----------------------------------------------------------------------
+
+    def commit(self) -> Callable[[], None]:
+        """Return a function that puts everything back as it is now on this rank."""
+        everything = [self.step, self.epoch, self.counts, self.consolidated_at, *self.entries()]
+        kept = [(v, tf.identity(v)) for v in everything]
+
+        def roll_back() -> None:
+            for variable, value in kept:
+                variable.assign(value)
+            self.forget_undo()
+
+        return roll_back
+
+    @property
+    def keeps_undo(self) -> bool:
+        """Whether the states of before each exchange are kept."""
+        return bool(self._undo)
+
+    def keep_undo(self) -> None:
+        """Keep them from now on."""
+        with tf.init_scope():
+            for variable in (self.step, *self.entries()):
+                name = f"before.{variable.name.removesuffix(':0')}"
+                self._undo.append((variable, _variable(variable.value(), name)))
+            self.forget_undo()
+
+    def begin_step(self) -> None:
+        """Keep the states of before this step, if that was asked for."""
+        for variable, before in self._undo:
+            before.assign(variable, read_value=False)
+
+    def discard(self) -> None:
+        """Go back to the states of before the last step, or raise ``ConfigError``."""
+        if not self._undo:
+            raise ConfigError(
+                "to discard a step takes the states of before it: call compression.keep_undo() "
+                "once, before the first step"
+            )
+        message = (
+            "there is no step to discard: none has been exchanged since the last one was discarded "
+            "or loaded, or its tf.function was traced before compression.keep_undo()"
+        )
+        step, before = self._undo[0]
+        if tf.executing_eagerly() and before + 1 != step:
+            raise ConfigError(message)
+        check = tf.debugging.assert_equal(before + 1, step, f"ConfigError: {message}")
+        with tf.control_dependencies([] if check is None else [check]):
+            for variable, old in self._undo:
+                variable.assign(old, read_value=False)
+            self.forget_undo()
+
+    def forget_undo(self) -> None:
+        """Take the averages of the last step for used: it cannot be discarded any more."""
+        for _, before in self._undo[:1]:
+            before.assign(-1, read_value=False)
+
+
+class BranchStore(Store):
+    """What the reducer of one branch of a graph knows of variables: their states before the step,
+    which are read once, and after it.
+
+    Args:
+        store: of the binding.
         method: its method with the densities of now.
         places: indices of the variables with gradients.
         norm: of all gradients of this rank, or ``None`` if the method does not need it.
@@ -38,10 +216,12 @@ class VariableStore(Store):
         new: the states after the step.
     """
 
-    def __init__(self, binding: Any, method: Compressor, places: Sequence[int], norm: Any) -> None:
-        self._binding, self._method, self._norm = binding, method, norm
-        self.slots = {binding.slots[i].name: i for i in places}
-        self._places = {slot.name: i for i, slot in enumerate(binding.slots)}
+    def __init__(
+        self, store: VariableStore, method: Compressor, places: Sequence[int], norm: Any
+    ) -> None:
+        self._store, self._method, self._norm = store, method, norm
+        self.slots = {store.slots[i].name: i for i in places}
+        self._places = {slot.name: i for i, slot in enumerate(store.slots)}
         self._read: dict[str, State] = {}
         self.new: dict[str, State] = {}
 
@@ -61,15 +241,15 @@ class VariableStore(Store):
         return self.get(name)
 
     def _variables(self, name: str) -> dict[str, tf.Variable]:
-        return self._binding.states[str(self._places[name])]
+        return self._store.states[str(self._places[name])]
 
     def prepared(self, name: str, gradient: Any, context: Context) -> Any:
         if not isinstance(gradient, tf.IndexedSlices):
-            gradient.set_shape(self._binding.slots[self.slots[name]].shape)
+            gradient.set_shape(self._store.slots[self.slots[name]].shape)
         return gradient
 
     def extent(self, name: str, gradient: Any) -> tuple[int, int]:
-        slot = self._binding.slots[self.slots[name]]
+        slot = self._store.slots[self.slots[name]]
         elements = slot.shape.num_elements()
         return elements, elements * slot.dtype.size
 
@@ -80,12 +260,12 @@ class VariableStore(Store):
         return scaled(direction, factor) if factor != 1 else direction
 
     def momentum(self, name: str) -> tuple[float, bool]:
-        return self._binding.momentum, self._binding.nesterov
+        return self._store.momentum, self._store.nesterov
 
     def rows(self, name: str, gradient: Any, context: Context) -> Exchange | None:
         if not isinstance(gradient, tf.IndexedSlices):
             return None
-        slot = self._binding.slots[self.slots[name]]
+        slot = self._store.slots[self.slots[name]]
         method = self._method.for_tensor(name, tuple(slot.shape))
         return self._exchange_rows(method, slot, gradient, context)
 
@@ -112,11 +292,11 @@ class VariableStore(Store):
         if residual is None and keeps_residual(method):  # in another branch of the graph
             none = tf.zeros([0], variables["residual"].dtype)
             waits = {"residual": tf.IndexedSlices(none, tf.zeros([0], tf.int64))}
-        if not self._binding.momentum_used()[0] or "velocity" not in variables:
+        if not self._store.momentum_used()[0] or "velocity" not in variables:
             return outcome._replace(state=waits)
         state = {"velocity": variables["velocity"].value()}
         mean = backend.widen(tf.convert_to_tensor(outcome.mean))
-        transform = momentum_after_averaging(*self._binding.momentum_used())
+        transform = momentum_after_averaging(*self._store.momentum_used())
         direction, new = backend.choose(
             backend.all_finite(mean),
             lambda: transform.finish(mean, state, context),
@@ -126,7 +306,7 @@ class VariableStore(Store):
         return Outcome(outcome.mean, outcome.sent, new | waits, direction)
 
 
-def exchange(reducer: Reducer, store: VariableStore, gradients: Mapping[int, Any]) -> Exchanged:
+def exchange(reducer: Reducer, store: BranchStore, gradients: Mapping[int, Any]) -> Exchanged:
     """Return directions and new states, and what is to be counted.
 
     What variables have in common is in the state of the first of them, whoever keeps it and whether
@@ -147,7 +327,7 @@ def exchange(reducer: Reducer, store: VariableStore, gradients: Mapping[int, Any
     return results, _counts(reducer, store)
 
 
-def _counts(reducer: Reducer, store: VariableStore) -> tf.Tensor:
+def _counts(reducer: Reducer, store: BranchStore) -> tf.Tensor:
     """All numbers in one constant, but for those that are known only when the graph runs."""
     counts = np.zeros((len(list(store.names())), len(COUNTED)), np.int64)
     places, symbols = [], []
@@ -166,7 +346,20 @@ def _counts(reducer: Reducer, store: VariableStore) -> tf.Tensor:
 
 def scaled(gradient: Any, factor: Any) -> Any:
     """Return a tensor or rows times a number."""
-    if isinstance(gradient, tf.IndexedSlices):
-        values = backend.scale(gradient.values, factor)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return backend.scale(gradient, factor)
+    return on_values(lambda x: backend.scale(x, factor), gradient)
+
+
+def _variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variable:
+    """Return a variable of the state, which may be made while a graph is traced.
+
+    A ``tf.function`` whose first trace makes variables is traced again, to have a graph that makes
+    none, even if they are made outside of the graph, in ``tf.init_scope``: this would double the
+    time of the first step.  Those that are not to be lifted out of the graph do not count.
+    """
+    return tf.Variable(
+        value,
+        trainable=False,
+        dtype=dtype,
+        name=name,
+        experimental_enable_variable_lifting=False,
+    )

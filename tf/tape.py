@@ -23,6 +23,7 @@ from hvd_compress.methods.rows import keeps_residual
 from .binding import Binding
 from .common_values import sample_of
 from .contexts import check_context
+from .rows import on_values
 from .runtime import Runtime
 from .slots import TensorSlot, native, places_of_groups, slots_of
 
@@ -81,7 +82,7 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
 
 def _bound(runtime: Runtime, compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
     if isinstance(compression, Binding):
-        known = [slot.name for slot in compression.slots]
+        known = [slot.name for slot in compression.store.slots]
         asked = [slot.name for slot in slots_of(variables)]
         if known != asked:
             raise ConfigError(
@@ -105,7 +106,8 @@ def _bound(runtime: Runtime, compression: Any, variables: Sequence[Any], **optio
     # Held by a variable: it lives as long as the state makes sense.
     table = variables[0].__dict__.setdefault(_BINDINGS, [])
     for known_key, references, binding in table:
-        if known_key == key and _same([r() for r in references], variables):
+        # Variables would compare by value.
+        if known_key == key and [id(r()) for r in references] == list(map(id, variables)):
             return binding
     table[:] = [entry for entry in table if all(r() is not None for r in entry[1])]
     binding = Binding(runtime, method, slots, shared, **momentum)
@@ -113,11 +115,6 @@ def _bound(runtime: Runtime, compression: Any, variables: Sequence[Any], **optio
     if not is_told and runtime.hvd.rank() == 0:
         _warn_about_momentum(binding)
     return binding
-
-
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two sequences have the same objects; variables would compare by value."""
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 def _warn_about_momentum(binding: Binding) -> None:
@@ -135,18 +132,26 @@ def _warn_about_momentum(binding: Binding) -> None:
         )
 
 
+@dataclasses.dataclass
+class _Exchanged:
+    """How a tape averages gradients; ``local``: the ids of variables whose gradients stay on this
+    rank."""
+
+    runtime: Runtime
+    compression: Any
+    options: dict[str, Any]
+    scale_local: bool
+    local: set[int] = dataclasses.field(default_factory=set)
+
+
 class CompressedTape:
     """Mixed into the class of a tape."""
 
-    _hvd_runtime: Runtime
-    _hvd_compression: Any
-    _hvd_options: dict[str, Any]
-    _hvd_scale_local: bool
-    _hvd_local: set[int]
+    _exchanged: _Exchanged
 
     def register_local_source(self, source: Any) -> None:
         """Keep the gradient of this variable on this rank."""
-        self._hvd_local.add(id(native(source)))
+        self._exchanged.local.add(id(native(source)))
 
     @tf.autograph.experimental.do_not_convert
     def gradient(
@@ -165,39 +170,19 @@ class CompressedTape:
         gradients = super().gradient(  # type: ignore[misc]
             target, tf.nest.map_structure(native, sources), output_gradients, unconnected_gradients
         )
-        flat = tf.nest.flatten(sources)
-        variables = [native(source) for source in flat]
-        parts = dict(enumerate(_flatten_up_to(sources, gradients)))
-        shared = [i for i, v in enumerate(variables) if id(v) not in self._hvd_local]
-        variables_shared = [flat[i] for i in shared]
-        binding = _bound(
-            self._hvd_runtime, self._hvd_compression, variables_shared, **self._hvd_options
-        )
-        self.compression = binding
-        size = binding.engine.size
-        for i in parts.keys() - set(shared):
-            if self._hvd_scale_local and parts[i] is not None:
-                parts[i] = _divided(parts[i], size)
-        common = [sample_of(binding, variables_shared)]
-        means = binding.reduce([parts[i] for i in shared], common=common)
-        parts.update(zip(shared, means, strict=True))
-        return tf.nest.pack_sequence_as(sources, [parts[i] for i in range(len(flat))])
-
-
-def _flatten_up_to(sources: Any, gradients: Any) -> list[Any]:
-    """Return gradients one by one; IndexedSlices are not taken apart."""
-    if isinstance(sources, dict):
-        return [g for key in sorted(sources) for g in _flatten_up_to(sources[key], gradients[key])]
-    if isinstance(sources, list | tuple):
-        pairs = zip(sources, gradients, strict=True)
-        return [g for source, own in pairs for g in _flatten_up_to(source, own)]
-    return [gradients]
-
-
-def _divided(gradient: Any, size: int) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
-    return gradient / size
+        flat, parts, how = tf.nest.flatten(sources), tf.nest.flatten(gradients), self._exchanged
+        shared = [i for i, source in enumerate(flat) if id(native(source)) not in how.local]
+        variables = [flat[i] for i in shared]
+        binding = _bound(how.runtime, how.compression, variables, **how.options)
+        self.compression, size = binding, binding.engine.size
+        means = binding.reduce([parts[i] for i in shared], common=[sample_of(binding, variables)])
+        averages = dict(zip(shared, means, strict=True))
+        for i, own in enumerate(parts):
+            if i in averages:
+                parts[i] = averages[i]
+            elif how.scale_local and own is not None:
+                parts[i] = on_values(lambda x: x / size, own)
+        return tf.nest.pack_sequence_as(sources, parts)
 
 
 def wrap_tape(runtime: Runtime, factory: Callable[..., Any], gather: Gather) -> Callable[..., Any]:
@@ -241,18 +226,12 @@ def distribute_tape(runtime: Runtime, options: Mapping[str, Any]) -> Any:
     cls = type(type(tape).__name__, (CompressedTape, type(tape)), {})
     new = cls(persistent=tape._persistent, watch_accessed_variables=tape._watch_accessed_variables)
     new._tape = tape._tape
-    new._hvd_runtime = runtime
-    new._hvd_compression = compression
-    new._hvd_options = {} if isinstance(compression, Binding) else binding_options(options)
-    new._hvd_scale_local = options["scale_local_gradients"]
-    new._hvd_local = set()
+    own: dict[str, Any] = {}
+    if not isinstance(compression, Binding):
+        own = {name: options[name] for name in _BIND if name in options}
+        own["groups"] = options["groups"] or options["num_groups"]
+    new._exchanged = _Exchanged(runtime, compression, own, options["scale_local_gradients"])
     return new
-
-
-def binding_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of Horovod's options that a Binding takes."""
-    own = {name: options[name] for name in _BIND if name in options}
-    return own | {"groups": options["groups"] or options["num_groups"]}
 
 
 def _with_keras_variables(tape: Any) -> Any:
@@ -307,7 +286,8 @@ def _binding_for(
     # Graphs are of one number of ranks.
     chosen = options["process_set"] or runtime.hvd.global_process_set
     key = (runtime, method, name, shapes, repr(sorted(options.items())), chosen.size())
-    if key not in _by_name and key not in _stateless:
+    table = _by_name if remembers else _stateless
+    if key not in table:
         slots = [
             TensorSlot(
                 name if len(tensors) == 1 else f"{name}.{i}", tf.TensorShape(t.shape), t.dtype
@@ -320,23 +300,10 @@ def _binding_for(
             binding = Binding(runtime, method, slots, shared)
         # Nothing is in flight between calls: nobody knows whether there will be another.
         Binding.alive.discard(binding)
-        if remembers:
-            _by_name[key] = binding
-            return binding
         if len(_stateless) >= 100:  # their graphs are worth keeping, within limits
             _stateless.pop(next(iter(_stateless)))
-        _stateless[key] = binding
-        return binding
-    return _by_name.get(key) or _stateless[key]
-
-
-def _check_scales(options: dict[str, Any], method: Any) -> None:
-    for name in ("prescale_factor", "postscale_factor"):
-        if options[name] != 1.0:
-            raise ConfigError(
-                f"{name}={options[name]} cannot be combined with {method!r}: scale the tensor "
-                "before the call, or the result after it"
-            )
+        table[key] = binding
+    return table[key]
 
 
 def wrap_allreduce(
@@ -367,7 +334,13 @@ def wrap_allreduce(
             return function(*args, **kwargs)
         given = options["tensors"] if several else [options["tensor"]]
         tensors = [t if isinstance(t, tf.IndexedSlices) else tf.convert_to_tensor(t) for t in given]
-        _check_scales(options, options["compression"])
+        for scale in ("prescale_factor", "postscale_factor"):
+            if options[scale] != 1.0:
+                raise ConfigError(
+                    f"{scale}={options[scale]} cannot be combined with "
+                    f"{options['compression']!r}: scale the tensor before the call, or the result "
+                    "after it"
+                )
         op = runtime.hvd.handle_average_backwards_compatibility(options["op"], options["average"])
         binding = _binding_for(
             runtime,

@@ -3,8 +3,8 @@
 A :class:`Reducer` owns the method, the step, the epoch, the seed, the records of bytes, and the
 buckets; states, and all that an optimizer knows, are in its :class:`~hvd_compress.reduce.Store`.  A
 custom training loop, in NumPy or over any backend's arrays, needs nothing else.  The bindings to
-frameworks hand in a store of their own; that to TensorFlow makes a reducer for each graph, and owns
-method, step, epoch and seed itself.
+frameworks hand in a store of their own.  Under TensorFlow a reducer lives for one branch of a
+graph, and gets method, step and seed from the binding's ``VariableStore``.
 """
 
 from __future__ import annotations

@@ -103,9 +103,9 @@ def models_are_saved_and_go_on() -> None:
         assert int(other.optimizer._variance_steps) == 6
         for ours, theirs in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
             np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
-        for i, state in model.optimizer.compression.states.items():
+        for i, state in model.optimizer.compression.store.states.items():
             for key, x in state.items():
-                np.testing.assert_array_equal(other.optimizer.compression.states[i][key], x)
+                np.testing.assert_array_equal(other.optimizer.compression.store.states[i][key], x)
         assert_close(weights_of(other), weights_of(model), 0, 0)
     # With all variables equal, one more graph is left to tests that are marked as full.
     others = [loaded, restored] if everything else [loaded]

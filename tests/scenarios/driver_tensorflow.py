@@ -101,7 +101,7 @@ class Run:
     def states(self) -> dict[str, np.ndarray]:
         return {
             f"{self.names[int(i)]}.{key}": variable.numpy()
-            for i, state in self.compression.states.items()
+            for i, state in self.compression.store.states.items()
             for key, variable in state.items()
         }
 

@@ -166,7 +166,8 @@ def buckets_are_what_their_tensors_are() -> None:
             found = average([tf.constant(x) for x in gradients[hvd.rank()].values()])
             for own, other in zip(found, expected.values(), strict=True):
                 np.testing.assert_array_equal(own.numpy(), other.direction)
-            for state, other in zip(compression.states.values(), expected.values(), strict=True):
+            states = compression.store.states.values()
+            for state, other in zip(states, expected.values(), strict=True):
                 assert state.keys() == other.state.keys()
                 for key, x in other.state.items():
                     np.testing.assert_array_equal(state[key].numpy(), x)
@@ -220,11 +221,11 @@ def memory_is_used_again_unless_somebody_looks_at_it() -> None:
     variable = tf.Variable(tf.zeros([300, 7]))
     compression = hvd.bind(SPARSE, [variable], momentum=0.5)
     average = tf.function(compression.reduce)
-    memory, kept, sizes = compression._scratch, [], []
+    memory, kept, sizes = compression.store.scratch, [], []
     for step in range(30):
         (mean,) = average([tf.constant(_gradients(step % 2, hvd.rank())["c"])])
         if step < 4:
-            tensors = [mean, *(x.value() for x in compression.states["0"].values())]
+            tensors = [mean, *(x.value() for x in compression.store.states["0"].values())]
             kept += [(tensor, tensor.numpy().copy()) for tensor in tensors]
         sizes.append(memory["memory"].nbytes)
     for tensor, before in kept:

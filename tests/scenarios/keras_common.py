@@ -122,13 +122,13 @@ def gradients_that_all_ranks_lack_stay_away() -> None:
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=METHOD)
     gradient = tf.range(1.0, 21.0)
     optimizer.apply([gradient, gradient], [a, b])
-    before, waits = b.numpy(), optimizer.compression.states["1"]["residual"].numpy()
+    before, waits = b.numpy(), optimizer.compression.store.states["1"]["residual"].numpy()
     assert np.any(waits)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Keras says that there is none
         optimizer.apply([gradient, None], [a, b])
     np.testing.assert_array_equal(b.numpy(), before)
-    np.testing.assert_array_equal(optimizer.compression.states["1"]["residual"], waits)
+    np.testing.assert_array_equal(optimizer.compression.store.states["1"]["residual"], waits)
     tape_a, tape_b = tf.Variable(1.0), tf.Variable(1.0)
     with tf.GradientTape() as tape:
         loss = 3.0 * tape_a
@@ -307,7 +307,7 @@ def steps_that_are_discarded_leave_no_trace() -> None:
                 if number in spikes:
                     run(tf.constant(100.0 + hvd.rank()))
                 run(tf.constant(1.0 + hvd.rank() + number))
-            states.append([v.numpy() for v in (*variables, *compression.states_of_all())])
+            states.append([v.numpy() for v in (*variables, *compression.store.entries())])
             assert int(compression.step) == 4
         for one, other in zip(*states, strict=True):
             np.testing.assert_array_equal(one, other)

@@ -224,7 +224,7 @@ def parts_of_a_model_stay_local() -> None:
             velocity[k] = 0.9 * velocity.get(k, 0) + g
             weights[k] = weights[k] - oracle.LR * velocity[k]
     _apply_own(optimizer, model, range(4))
-    assert len(optimizer.compression.slots) == 2
+    assert len(optimizer.compression.store.slots) == 2
     assert_close(_weights(model), weights, 1e-4, 1e-5)
 
 
@@ -269,10 +269,10 @@ def models_are_saved_and_go_on() -> None:
     loaded = hvd_keras.load_model(path, compression=SPARSE)
     binding = loaded.optimizer.compression
     assert int(binding.step) == 8
-    velocity = binding.states["0"]["velocity"].numpy().reshape(40, -1)
-    for i, state in optimizer.compression.states.items():
+    velocity = binding.store.states["0"]["velocity"].numpy().reshape(40, -1)
+    for i, state in optimizer.compression.store.states.items():
         for key, variable in state.items():
-            np.testing.assert_array_equal(binding.states[i][key], variable)
+            np.testing.assert_array_equal(binding.store.states[i][key], variable)
     for m in (model, loaded):
         x, y = _data(4)
         m.fit(x, y, batch_size=8, shuffle=False, verbose=0)
@@ -406,13 +406,13 @@ def loss_scaling() -> None:
             step(*map(tf.constant, oracle.batch("mlp", hvd.rank(), number)))
         assert_close(_weights(model), oracle.compressed(SPARSE, range(4), hvd.size()), 1e-3, 1e-4)
         weights, scale = _weights(model), float(np.asarray(distributed.dynamic_scale))
-        states = {k: v.numpy() for k, v in distributed.compression.states["0"].items()}
+        states = {k: v.numpy() for k, v in distributed.compression.store.states["0"].items()}
         x, y = oracle.batch("mlp", hvd.rank(), 4)
         step(tf.constant(np.full_like(x, np.inf) if hvd.rank() == 0 else x), tf.constant(y))
         assert_close(_weights(model), weights, 0, 0)
         assert float(np.asarray(distributed.dynamic_scale)) == scale / 2
         for key, state in states.items():
-            np.testing.assert_array_equal(distributed.compression.states["0"][key], state)
+            np.testing.assert_array_equal(distributed.compression.store.states["0"][key], state)
         step(tf.constant(x), tf.constant(y))
         assert_same_everywhere(_weights(model))
 
@@ -511,7 +511,7 @@ def rows_now_and_dense_then() -> None:
     binding = hvd.bind(TopK(density=0.05), [variable])
     for gradient in (rows, dense, rows):
         [found] = binding.reduce([gradient])
-        waits = binding.states["0"]["residual"].numpy()
+        waits = binding.store.states["0"]["residual"].numpy()
     np.testing.assert_allclose(tf.convert_to_tensor(found)[3], np.ones(40))
     assert np.abs(waits).sum() > 0, "what waits goes on waiting"
 
@@ -526,16 +526,16 @@ def rows_that_wait_are_saved_and_go_on() -> None:
     assert found.indices.numpy().tolist() == [1]
     waits = np.zeros([6, 2], "float32")
     waits[4, 0] = 1 + hvd.rank()
-    np.testing.assert_array_equal(binding.states["0"]["residual"], waits.ravel())
+    np.testing.assert_array_equal(binding.store.states["0"]["residual"], waits.ravel())
     binding.consolidate()
     waits[4, 0] = (1 + hvd.size()) / 2  # the mean
-    np.testing.assert_allclose(binding.states["0"]["residual"], waits.ravel())
+    np.testing.assert_allclose(binding.store.states["0"]["residual"], waits.ravel())
     other = hvd.bind(method, [tf.Variable(tf.zeros([6, 2]))])
     other.load_values(binding.values())
-    np.testing.assert_allclose(other.states["0"]["residual"], waits.ravel())
+    np.testing.assert_allclose(other.store.states["0"]["residual"], waits.ravel())
     [found] = other.reduce([tf.IndexedSlices(tf.zeros([1, 2]), tf.constant([4]), rows.dense_shape)])
     np.testing.assert_allclose(found.values, [waits[4]])
-    assert not np.any(other.states["0"]["residual"])
+    assert not np.any(other.store.states["0"]["residual"])
     with raises(ConfigError, "name"):
         hvd.allreduce(rows, compression=method)
 
@@ -803,6 +803,6 @@ def _used(optimizer, fit: bool) -> dict[str, weakref.ref]:
             step(*map(tf.constant, oracle.batch("mlp", hvd.rank(), number)))
     kept = {"model": model, "optimizer": optimizer, "weight": model.trainable_variables[0]}
     if binding := getattr(optimizer, "compression", None):
-        kept |= {"binding": binding, **binding.states["0"]}
-        kept |= {key: x for key, x in binding._scratch.items() if key == "memory"}
+        kept |= {"binding": binding, **binding.store.states["0"]}
+        kept |= {key: x for key, x in binding.store.scratch.items() if key == "memory"}
     return {what: weakref.ref(x) for what, x in kept.items()}

@@ -127,6 +127,41 @@ def what_one_rank_restored_and_sends_counts_once() -> None:
         assert_same_everywhere(other.states())
 
 
+@applies(least=2)
+def a_damaged_state_of_one_rank_is_refused_by_all() -> None:
+    """By ``broadcast`` and by ``unite``, which check like files; then nothing has changed."""
+    run = train(make(METHOD), range(3))
+    values = run.compression.values()
+    for send in ("broadcast", "unite"):
+        other = make(METHOD)
+        if hvd.rank() == 0:
+            _texts(lambda other=other: other.compression.load_values(values))
+            residual = other.compression.store.states["0"]["residual"]
+            residual.assign(tf.fill(residual.shape, np.nan))
+        before, step = other.states(), int(other.compression.step)
+
+        def refused(other: Any = other, send: str = send) -> None:
+            with raises(ConfigError, "nothing was changed", "NaN or Inf"):
+                getattr(other.compression, send)()
+
+        _texts(refused)
+        assert int(other.compression.step) == step
+        for key, x in other.states().items():
+            np.testing.assert_array_equal(x, before[key], err_msg=f"{send} {key}")
+
+
+def momentum_that_is_damaged_is_not_taken_over() -> None:
+    """A plain optimizer's comes the same way as a file's."""
+    w, sgd = keras.Variable([1.0, 2.0]), keras.optimizers.SGD(0.1, momentum=0.9)
+    sgd.apply([tf.constant([1.0, 1.0])], [w])
+    optimizer = hvd.DistributedOptimizer(sgd, compression=DGC(density=0.5, min_size=1))
+    velocity = optimizer.compression.store.states["0"]["velocity"].numpy()
+    np.testing.assert_allclose(velocity, [1.0, 1.0], rtol=1e-6)
+    sgd.momentums[0].assign([np.nan, 0.0])
+    with raises(ConfigError, "'velocity' of", "NaN or Inf"):
+        hvd.DistributedOptimizer(sgd, compression=DGC(density=0.5, min_size=1))
+
+
 @horovod_only
 def new_workers_leave_estimates_consistent() -> None:
     """The mean of the estimates is the mean estimate, whoever has come or gone."""

@@ -121,7 +121,7 @@ def layers_may_stay_local() -> None:
             _sgd(), compression=FP16(), local_layers=model.layers[0], scale_local_gradients=False
         )
         models.append(_fit(optimizer, model=model)[0])
-        assert len(optimizer.compression.slots) == 2
+        assert len(optimizer.compression.store.slots) == 2
     model = model_of("mlp")
     optimizer = hvd_keras.DistributedOptimizer(
         _sgd(), compression=FP16(), scale_local_gradients=False
@@ -217,7 +217,7 @@ def new_workers_take_over_state_and_a_share_of_what_waits() -> None:
     run = make(SPARSE)
     is_new = hvd.rank() == hvd.size() - 1 and hvd.size() > 1
     train(run, range(3))
-    waited = run.compression.states["0"]["residual"].numpy()
+    waited = run.compression.store.states["0"]["residual"].numpy()
     if is_new:
         keras.utils.clear_session()
         run, waited = make(SPARSE), np.zeros_like(waited)
@@ -227,7 +227,7 @@ def new_workers_take_over_state_and_a_share_of_what_waits() -> None:
     assert int(run.compression.step) == 3
     total = hvd.allreduce(tf.constant(waited), op=hvd.Sum, name="waited").numpy()
     begun = max(hvd.size() - 1, 1)
-    residual = run.compression.states["0"]["residual"].numpy()
+    residual = run.compression.store.states["0"]["residual"].numpy()
     np.testing.assert_allclose(residual * begun, total, rtol=1e-4, atol=1e-6)
     assert np.abs(residual).sum() > 0
     assert_same_everywhere(run.weights() | run.states())
@@ -252,13 +252,15 @@ def the_environment_names_a_method_for_scripts_that_say_none() -> None:
         for module in (horovod.tensorflow.keras, horovod.keras, hvd_keras, hvd):
             for options in ({}, {"compression": none}):
                 optimizer = module.DistributedOptimizer(_sgd(), **options)
-                assert optimizer._hvd_method == TopK(density=0.05)
+                assert optimizer.distribution.method == TopK(density=0.05)
             if module in (horovod.keras, hvd_keras):
                 _fit(optimizer, steps=2)
                 assert optimizer.compression.stats().total.ratio > 5
             optimizer = module.DistributedOptimizer(_sgd(), compression=DENSE)
-            assert optimizer._hvd_method == DENSE
-        assert hvd_keras.DistributedOptimizer(_sgd(), compression=fp16)._hvd_method == FP16()
+            assert optimizer.distribution.method == DENSE
+        assert (
+            hvd_keras.DistributedOptimizer(_sgd(), compression=fp16).distribution.method == FP16()
+        )
         variable = tf.Variable(tf.ones([40, 40]))
         for module in (hvd, horovod.tensorflow):
             with tf.GradientTape() as tape:
@@ -273,7 +275,7 @@ def the_environment_names_a_method_for_scripts_that_say_none() -> None:
         plain.save(path)
         for load in (hvd_keras.load_model, horovod.keras.load_model):
             loaded = load(path, None, None, none)
-            assert loaded.optimizer._hvd_method == TopK(density=0.05)
+            assert loaded.optimizer.distribution.method == TopK(density=0.05)
     variable = "HVD_COMPRESSION=topk:density=0.05"
     passed_over = f"{variable} is not used, since the script names compression="
     assert_said(
@@ -284,7 +286,7 @@ def the_environment_names_a_method_for_scripts_that_say_none() -> None:
         f"{passed_over}<class 'horovod.tensorflow.compression.FP16Compressor'>",
     )
     optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=none)
-    assert optimizer._hvd_method.name == "none", "without the variable nothing changes"
+    assert optimizer.distribution.method.name == "none", "without the variable nothing changes"
 
 
 def an_environment_of_some_ranks_only_is_an_error_on_all() -> None:

@@ -116,7 +116,7 @@ def half_precision_skips_what_is_spoilt() -> None:
     assert int(inner._variance_steps) == FREEZE - 1
     assert all(np.isfinite(w).all() for w in model.get_weights())
     assert_same_everywhere(weights_of(model))
-    states = optimizer.compression.states.values()
+    states = optimizer.compression.store.states.values()
     for m, state in zip(inner.slots["exp_avg"], states, strict=True):
         close = {"rtol": 1e-3, "atol": 1e-6}
         np.testing.assert_allclose(np.ravel(m), state["average"].numpy(), **close)

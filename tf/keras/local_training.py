@@ -43,17 +43,13 @@ class LocalStepsOptimizer(NotInLossScaling):
     """
 
     training: Coordinator
-    _hvd_instead_of_scaling = _NO_SCALING
-
-    def _hvd_setup(self, training: Coordinator) -> None:
-        self._hvd_may_be_wrapped = False
-        self.training = training
-        self._hvd_loss: Any = None
+    _reported: Any = None
+    instead_of_scaling = _NO_SCALING
 
     def report(self, loss: Any) -> None:
         """Tell the loss of this rank's batch before ``apply``, in the same function, for methods
         that choose by it; ``model.fit`` does so by itself."""
-        self._hvd_loss = loss
+        self._reported = loss
 
     def scale_loss(self, loss: Any) -> Any:
         """Report the loss, too: Keras calls this in every step of ``model.fit``."""
@@ -63,19 +59,23 @@ class LocalStepsOptimizer(NotInLossScaling):
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         check_context()
-        variables = self._hvd_built(grads, trainable_variables)
-        loss, self._hvd_loss = self._hvd_loss, None
+        variables = self._built_for(grads, trainable_variables)
+        loss, self._reported = self._reported, None
         if self.training.method.loss_window:
-            self._hvd_check(loss)
+            self._check_reported(loss)
         # Its input is that of before the local step, and what it returns is stepped from.
         known = [tf.cast(self.learning_rate, tf.float64)]  # type: ignore[attr-defined]
-        self._hvd_run(
-            LocalStepsOptimizer._hvd_before, variables, [*known, *([] if loss is None else [loss])]
-        )
-        super().apply(grads, variables)  # type: ignore[misc]
-        self._hvd_run(LocalStepsOptimizer._hvd_after, variables, [])
 
-    def _hvd_built(self, grads: Any, variables: Any) -> list[Any]:
+        def before(training: Coordinator, parameters: Arrays, rate: Any, *losses: Any) -> Arrays:
+            for loss in losses:
+                training.report(float(loss))
+            return training.before_step(parameters, rates=dict.fromkeys(parameters, float(rate)))
+
+        self._replace(before, variables, [*known, *([] if loss is None else [loss])])
+        super().apply(grads, variables)  # type: ignore[misc]
+        self._replace(Coordinator.after_step, variables)
+
+    def _built_for(self, grads: Any, variables: Any) -> list[Any]:
         """Return the variables, for which the optimizer is built if it is not."""
         if variables is None:
             if not self.built:  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ class LocalStepsOptimizer(NotInLossScaling):
             )
         return variables
 
-    def _hvd_check(self, loss: Any) -> None:
+    def _check_reported(self, loss: Any) -> None:
         name = type(self.training.method).__name__
         if loss is None:
             raise ConfigError(
@@ -109,29 +109,18 @@ class LocalStepsOptimizer(NotInLossScaling):
                 "with the tensor of its loss"
             )
 
-    def _hvd_before(self, parameters: Arrays, rate: Any, *losses: Any) -> Arrays:
-        for loss in losses:
-            self.training.report(float(loss))
-        rates = {name: float(rate) for name in parameters}
-        return self.training.before_step(parameters, rates=rates)
-
-    def _hvd_after(self, parameters: Arrays) -> Arrays:
-        return self.training.after_step(parameters)
-
-    def _hvd_consensus(self, parameters: Arrays) -> Arrays:
-        return self.training.consensus(parameters)
-
-    def _hvd_run(
-        self, function: Callable[..., Arrays], variables: Sequence[Any], known: Sequence[Any]
+    def _replace(
+        self, function: Callable[..., Arrays], variables: Sequence[Any], known: Sequence[Any] = ()
     ) -> None:
-        """Replace the variables by what the function, a method of this class, makes of them."""
+        """Replace the variables by what the function makes of the training, of them and of what is
+        ``known``."""
         own = [native(v) for v in variables]
         names = [f"{i}.{v.name}" for i, v in enumerate(variables)]
 
         def run(self: LocalStepsOptimizer, *inputs: tf.Tensor) -> list[tf.Tensor]:
             before, more = inputs[: len(names)], inputs[len(names) :]
             arrays = {name: _array(x) for name, x in zip(names, before, strict=True)}
-            after = function(self, dict(arrays), *more)
+            after = function(self.training, dict(arrays), *more)
             changed = [x for name, x in arrays.items() if after[name] is not x]
             is_lost = self.training.method.recovers and not all(
                 np.isfinite(x).all() for x in changed
@@ -155,9 +144,9 @@ class LocalStepsOptimizer(NotInLossScaling):
             return tf.constant(True)
 
         tf.cond(is_new, assign, lambda: tf.constant(False))
-        tf.cond(is_lost, self._hvd_forget, lambda: tf.constant(False))
+        tf.cond(is_lost, self._begin_anew, lambda: tf.constant(False))
 
-    def _hvd_forget(self) -> tf.Tensor:
+    def _begin_anew(self) -> tf.Tensor:
         """Begin anew with momentum that is NaN or Inf: it would lead there again, and all exchanges
         would be lost."""
         for v in map(native, self.variables):  # type: ignore[attr-defined]
@@ -169,7 +158,7 @@ class LocalStepsOptimizer(NotInLossScaling):
         """Give all ranks the parameters that are to be tested: for most methods the average of the
         ranks' own.  A collective, for the end of training, outside of graphs."""
         variables = list(self._trainable_variables)  # type: ignore[attr-defined]
-        self._hvd_run(LocalStepsOptimizer._hvd_consensus, variables, [])
+        self._replace(Coordinator.consensus, variables)
 
     @contextlib.contextmanager
     def synchronized_parameters(self) -> Iterator[None]:
@@ -224,7 +213,7 @@ def _train_locally(
         )
     training = Coordinator(method, make_engine(), seed=seed)
     new = made_like(optimizer, LocalStepsOptimizer)
-    new._hvd_setup(training)
+    new.training, new.may_be_wrapped = training, False
     return new
 
 

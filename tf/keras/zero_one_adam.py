@@ -60,12 +60,11 @@ class ZeroOneAdam(PartnerOptimizer):
             return
         self._sync.consolidate()
         buffers = self._buffers()
-        prefix = f"hvd_compress.{self._sync.number}.buffer"
-        self._sync.average([(f"{prefix}.{i}", buffer) for i, buffer in enumerate(buffers)])
+        self._sync.average({str(i): buffer for i, buffer in enumerate(buffers)}, "buffer")
         means = []
         for i, buffer in enumerate(buffers):
             # What owners of shards keep is in units of a sum, and its mean is its share of ours.
-            rest = list(self._sync.states[str(i)].values())
+            rest = list(self._sync.store.states[str(i)].values())
             waiting = [tf.cast(tf.reshape(x, buffer.shape), buffer.dtype) for x in rest]
             means.append(tf.add_n([buffer.value(), *waiting]))
             for x in rest:
