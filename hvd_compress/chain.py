@@ -95,14 +95,24 @@ class Transform(Configurable, kind="block"):
 
 class Repeated(NamedTuple):
     """The tensors of a bucket in a step like the one before: gradients, states, in which there may
-    be other entries as well, the optimizer's momentum for each, the weights of their requests, and
-    the scratch of the first tensor (see :class:`Context`)."""
+    be other entries as well, what stands in front of the keys there, the optimizer's momentum for
+    each, the weights of their requests, and the scratch of the first tensor (see
+    :class:`Context`)."""
 
     gradients: Sequence[Array]
     states: Sequence[Mapping[str, Array]]
+    prefix: str
     momenta: Sequence[float]
     weights: Sequence[int]
     scratch: dict[str, Any]
+
+    def column(self, key: str) -> list[Array] | None:
+        """Return an entry of the state of each tensor; ``None`` if one has none."""
+        key = self.prefix + key
+        try:
+            return [state[key] for state in self.states]
+        except KeyError:
+            return None
 
 
 class Joins(Protocol):
@@ -127,11 +137,11 @@ class Fused(Joins, Protocol):
 
     def again(
         self, tensors: Repeated, key: Hashable, context: Context
-    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], Sequence[State]]] | None:
+    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], Mapping[int, State]]] | None:
         """Return the exchange of a bucket for whose tensors :meth:`request` has asked with ``key``
         and these weights in the step before, where nothing has changed but gradients and states;
         ``None`` where these may be of another kind now.  It returns the directions of the
-        optimizer's step and the new states.
+        optimizer's step, and by tensor the states that are not written where the old ones are.
 
         What is done here for a tensor costs more than anything else in a step of many tensors, so
         as little as possible is.  Directions may be written into the gradients, and ``context``

@@ -72,7 +72,13 @@ def pytest_xdist_make_scheduler(config, log):
 
 # Programs that are started by tests, with arguments, and what runs inside jobs.
 collect_ignore = [
-    *("command_lines.py", "elastic_keras_worker.py", "elastic_worker.py", "train_small.py"),
+    *(
+        "calls_worker.py",
+        "command_lines.py",
+        "elastic_keras_worker.py",
+        "elastic_worker.py",
+        "train_small.py",
+    ),
     "horovods_own.py",
     *("parameter_server_job.py", "parameter_server_torch_job.py"),
 ]

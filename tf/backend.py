@@ -164,6 +164,11 @@ def concat(arrays: list[Array], axis: int = 0) -> Array:
     return tf.concat(arrays, axis)
 
 
+def end_to_end(arrays: Sequence[Array]) -> Array:
+    flat = [x if x.shape.rank == 1 else tf.reshape(x, [-1]) for x in arrays]
+    return flat[0] if len(flat) == 1 else tf.concat(flat, 0)
+
+
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:
     return tf.split(x, list(sizes))
 

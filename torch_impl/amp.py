@@ -31,8 +31,8 @@ class _Pass(NamedTuple):
     owner: int
 
 
-#: those that run, and are scaled, by PyTorch's number of the pass
-_running: dict[int, _Pass] = {}
+#: those that run, by PyTorch's number of the pass
+scaled_passes: dict[int, _Pass] = {}
 
 
 class _Steps(threading.local):
@@ -45,13 +45,15 @@ _steps = _Steps()
 
 def running_scale() -> float | None:
     """Return the loss scale of the backward pass whose hooks run now, or ``None`` without one."""
-    number = current_pass() if _running else -1
+    number = current_pass() if scaled_passes else -1
     if number < 0:
         return None
-    if (found := _running.get(number)) is None:
+    if (found := scaled_passes.get(number)) is None:
         # A pass inside of another, as checkpoints with use_reentrant=True begin one.
         here = threading.get_ident()
-        found = next((each for each in reversed(_running.values()) if each.thread == here), None)
+        found = next(
+            (each for each in reversed(scaled_passes.values()) if each.thread == here), None
+        )
     return None if found is None else found.scale
 
 
@@ -59,7 +61,7 @@ def forget_scale() -> None:
     """Note that no backward pass runs in this thread: one that ended with an error did not say
     so."""
     here = threading.get_ident()
-    for number, each in list(_running.items()):
+    for number, each in list(scaled_passes.items()):
         if each.owner == here:
             _leave(number)
 
@@ -99,7 +101,7 @@ def refuse_scale(method: Compressor, is_scaled: bool, instead: str) -> None:
     """Raise ``ConfigError`` where the loss scale is in the gradients that are exchanged, and the
     method keeps some of them for later steps, in which the scale may be another one."""
     if is_scaled and method.per_rank(torch.zeros(64, 64)):
-        for number, each in list(_running.items()):
+        for number, each in list(scaled_passes.items()):
             if each.thread == threading.get_ident():  # its pass ends here
                 _leave(number)
         raise ConfigError(
@@ -136,12 +138,12 @@ def _hang_hook(loss: torch.Tensor, factor: float) -> torch.Tensor:
 
 def _enter(factor: float, owner: int, _: torch.Tensor) -> None:
     number = current_pass()
-    _running[number] = _Pass(factor, threading.get_ident(), owner)
+    scaled_passes[number] = _Pass(factor, threading.get_ident(), owner)
     torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_leave, number))
 
 
 def _leave(number: int) -> None:
-    _running.pop(number, None)
+    scaled_passes.pop(number, None)
 
 
 def current_pass() -> int:

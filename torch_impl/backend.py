@@ -25,14 +25,14 @@ traces = False
 batches = True
 
 _HALF = (torch.float16, torch.bfloat16)
-_GRADIENTS = (*_HALF, torch.float32, torch.float64)
+GRADIENTS = (*_HALF, torch.float32, torch.float64)
 
 
 def check_gradient(x: Array, in_place: bool = False) -> None:
     check_plain(x)
     if x.layout is not torch.strided:
         raise UnsupportedError(f"cannot compress a {x.layout} tensor: pass sparse_as_dense=True")
-    if x.dtype not in _GRADIENTS:
+    if x.dtype not in GRADIENTS:
         raise UnsupportedError(
             f"cannot compress a tensor of {x.dtype}: gradients must be float16, bfloat16, float32 "
             "or float64"
@@ -197,6 +197,11 @@ def concat(arrays: list[Array], axis: int = 0) -> Array:
     return torch.cat(arrays, axis)
 
 
+def end_to_end(arrays: Sequence[Array]) -> Array:
+    flat = [x.reshape(-1) for x in arrays]
+    return (flat[0] if len(flat) == 1 else torch.cat(flat)).detach()
+
+
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:
     return list(torch.split(x, list(sizes)))
 
@@ -328,6 +333,10 @@ def addresses(
     ]
     # Null: the storage was freed under the tensor.
     return found if len(found) == len(arrays) and all(found) else None
+
+
+def flat_on_host(arrays: Sequence[Array]) -> list[np.ndarray]:
+    return [x.detach().view(-1).numpy() for x in arrays]
 
 
 def write_into(out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:

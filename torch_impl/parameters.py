@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -99,7 +100,7 @@ def changed_by_hand(
     now = [p for group in param_groups for p in group["params"]]
     if len(now) != len(known):
         return f"they have {len(now)} parameters in the place of {len(known)}"
-    others = sum(p is not q for p, q in zip(now, known, strict=True))
+    others = sum(map(operator.is_not, now, known))
     return f"{others} of their parameters are others than before" if others else None
 
 

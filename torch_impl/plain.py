@@ -10,7 +10,8 @@ from hvd_compress.errors import UnsupportedError
 
 from .replicas import is_flattened, is_sharded
 
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+#: whether a tensor is one inside of torch.func
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def check_plain(x: torch.Tensor, name: str | None = None) -> None:
@@ -43,7 +44,7 @@ def _is_elsewhere(x: torch.Tensor) -> bool:
     # Subclasses that see every operation, of which DTensor is one, have their elements elsewhere.
     kind: Any = type(x)
     sees_operations = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return sees_operations or x.is_meta or x.is_quantized or _is_wrapped(x)
+    return sees_operations or x.is_meta or x.is_quantized or is_wrapped(x)
 
 
 _SHARDED = (

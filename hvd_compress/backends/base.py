@@ -123,6 +123,9 @@ class Backend(Protocol):
 
     def concat(self, arrays: list[Array], axis: int = 0) -> Array: ...
 
+    def end_to_end(self, arrays: Sequence[Array]) -> Array:
+        """Return arrays of any shape as a flat one; one array alone is not copied."""
+
     def split(self, x: Array, sizes: Sequence[int]) -> list[Array]:
         """Return parts of these sizes of a flat array; undoes ``concat``."""
 
@@ -208,6 +211,10 @@ class EagerBackend(Backend, Protocol):
         """Return where arrays are that are contiguous and have these sizes, all above zero, this
         dtype and this device (``None`` where arrays have none); ``None`` if one differs.  An array
         may be given other memory at any time, so nobody keeps what this returns."""
+
+    def flat_on_host(self, arrays: Sequence[Array]) -> list[np.ndarray]:
+        """Return contiguous arrays in host memory as flat arrays of NumPy, which keep the memory
+        that they have now."""
 
     def write_into(self, out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:
         """Write the flat ``x``, divided by a number, into contiguous arrays of its dtype, which it

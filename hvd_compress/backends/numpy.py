@@ -168,6 +168,11 @@ def concat(arrays: list[Array], axis: int = 0) -> Array:
     return np.concatenate(arrays, axis)
 
 
+def end_to_end(arrays: Sequence[Array]) -> Array:
+    flat = [x.reshape(-1) for x in arrays]
+    return flat[0] if len(flat) == 1 else np.concatenate(flat)
+
+
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:
     ends = list(itertools.accumulate(sizes))
     return [x[end - n : end] for end, n in zip(ends, sizes, strict=True)]
@@ -287,6 +292,10 @@ def addresses(
         and ((flags := x.flags).carray or (flags.c_contiguous and flags.aligned))
     ]
     return found if len(found) == len(arrays) else None
+
+
+def flat_on_host(arrays: Sequence[Array]) -> list[np.ndarray]:
+    return [x.reshape(-1) for x in arrays]
 
 
 def write_into(out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:

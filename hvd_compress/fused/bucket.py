@@ -102,14 +102,14 @@ class InPlace(abc.ABC):
         if xp.traces:
             return (yield from exchange_on_host(self, tensors, self.made(tensors)))
         bucket = self._bucket(tensors)
-        states = [{key: flat(t.state[key]) for key in bucket.keys} for t in tensors]
+        states = {key: [flat(t.state[key]) for t in tensors] for key in bucket.keys}
         gradients = [t.x for t in tensors]
         out = gradients if step.in_place else [bucket.empty(x) for x in gradients]
         momenta = [t.context.momentum for t in tensors]
         arrays = Arrays(bucket, gradients, states, out, momenta, looked_at=step.needs_sent)
         arrays.dtypes = [xp.dtype(t.gradient) for t in tensors]
         finite = yield from bucket.meet(arrays, step)
-        outcomes, new = [], settled(states, finite, arrays.new)
+        outcomes, new = [], settled(arrays.by_tensor(), finite, arrays.new)
         for i, (tensor, x) in enumerate(zip(tensors, out, strict=True)):
             mean = in_place_of(tensor.gradient, x)
             update, sent = None, stand_in((arrays.counts or bucket.counts)[i])
@@ -124,7 +124,7 @@ class InPlace(abc.ABC):
 
     def again(
         self, tensors: Repeated, key: Hashable, context: Context
-    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], list[State]]] | None:
+    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], Mapping[int, State]]] | None:
         bucket = tensors.scratch.get("bucket")
         if self.before or bucket is None or bucket.form is not self:
             return None
@@ -132,19 +132,20 @@ class InPlace(abc.ABC):
             return None
         if context.sums and not self.additive:
             return None
-        if bucket.rank != context.rank or not bucket.is_of(tensors):
+        if bucket.rank != context.rank or (states := bucket.states_of(tensors)) is None:
             return None
-        return self._again(bucket, tensors, context)
+        return self._again(bucket, tensors, states, context)
 
     def _again(
-        self, bucket: Bucket, tensors: Repeated, context: Context
-    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], list[State]]]:
-        states = [{key: state[key] for key in bucket.keys} for state in tensors.states]
+        self, bucket: Bucket, tensors: Repeated, states: dict[str, list[Array]], context: Context
+    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], Mapping[int, State]]]:
         gradients = tensors.gradients
         arrays = Arrays(bucket, gradients, states, gradients, tensors.momenta)
         finite = yield from bucket.meet(arrays, context)
         directions = gradients if arrays.sparse is None else arrays.sparse
-        return directions, settled(states, finite, arrays.new)
+        if arrays.new is None and all(finite):
+            return directions, {}
+        return directions, dict(enumerate(settled(arrays.by_tensor(), finite, arrays.new)))
 
     def _bucket(self, tensors: list[Tensor]) -> Bucket:
         """The record of a bucket between steps, in the first tensor's scratch."""
@@ -186,15 +187,20 @@ class Bucket(abc.ABC):
         """Return the sizes of an entry of the states."""
         return self.sizes
 
-    def is_of(self, tensors: Repeated) -> bool:
-        """Return whether these may be the bucket's tensors, in arrays that can be written to."""
+    def states_of(self, tensors: Repeated) -> dict[str, list[Array]] | None:
+        """Return the states of what may be the bucket's tensors, by key, in arrays that can be
+        written to; ``None`` if it is something else."""
+        device, states = self.look[1], {}
         if self.weights != list(tensors.weights):
-            return False
-        device = self.look[1]
-        return are_flat([tensors.gradients], self.sizes, device) and all(
-            are_flat([[state.get(key) for state in tensors.states]], self.sizes_of(key), device)
-            for key in self.keys
-        )
+            return None
+        if not are_flat(tensors.gradients, self.sizes, device):
+            return None
+        for key in self.keys:
+            column = tensors.column(key)
+            if column is None or not are_flat(column, self.sizes_of(key), device):
+                return None
+            states[key] = column
+        return states
 
     def empty(self, like: Array) -> Array:
         """Return memory for a result like ``like``."""
@@ -240,7 +246,7 @@ class Arrays:
         self,
         bucket: Bucket,
         gradients: Sequence[Array],
-        states: Sequence[Mapping[str, Array]],
+        states: dict[str, list[Array]],
         out: Sequence[Array],
         momenta: Sequence[float],
         *,
@@ -258,7 +264,7 @@ class Arrays:
             self.sent = [np.empty(n, np.float32) for n in bucket.sizes]
             if bucket.form.finishes:
                 self.means = [np.empty(n, np.float32) for n in bucket.sizes]
-        self.states = {key: [state[key] for state in states] for key in bucket.keys}
+        self.states = states
         sizes = [bucket.sizes, bucket.sizes, *map(bucket.sizes_of, bucket.keys)]
         self._parts = list(zip([gradients, out, *self.states.values()], sizes, strict=True))
         self._places = [column.addresses for column in self._now()]
@@ -275,6 +281,8 @@ class Arrays:
 
     def by_tensor(self) -> list[State]:
         """Return the states of each tensor."""
+        if not self.states:
+            return [{} for _ in self.gradients]
         rows = zip(*self.states.values(), strict=True)
         return [dict(zip(self.states, row, strict=True)) for row in rows]
 

@@ -129,7 +129,8 @@ class _OnDevice(StagedBucket, abc.ABC):
 def joined(arrays: Sequence[Array]) -> Array:
     """Return arrays end to end, in new memory."""
     xp = backend_of(arrays[0])
-    return xp.concat([xp.reshape(x, (-1,)) for x in arrays])
+    x = xp.end_to_end(arrays)
+    return xp.copy(x) if len(arrays) == 1 else x
 
 
 class WholeOnDevice(_OnDevice):

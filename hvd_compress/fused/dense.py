@@ -61,50 +61,53 @@ class FusedSum:
 
     def again(
         self, tensors: Repeated, key: Hashable, context: Context
-    ) -> Generator[Request, Any, tuple[list[Array], Sequence[State]]] | None:
+    ) -> Generator[Request, Any, tuple[Sequence[Array], Mapping[int, State]]] | None:
         """See :class:`hvd_compress.chain.Fused`."""
         find = backend_of(tensors.gradients[0]).addresses
         if self.before or not isinstance(key, _Key):
             return None
-        columns = [tensors.gradients]
-        if self.momentum is not None:
-            columns.append([state.get("velocity") for state in tensors.states])
-            if any(x is None for x in columns[1]):
-                return None
-        kind = tensors.weights, key.dtype, key.device
-        if any(find(arrays, *kind) is None for arrays in columns):
+        kind, velocities = (tensors.weights, key.dtype, key.device), None
+        if find(tensors.gradients, *kind) is None:
             return None
-        return self._again(tensors)
+        if self.momentum is not None:
+            velocities = tensors.column("velocity")
+            if velocities is None or find(velocities, *kind) is None:
+                return None
+        return self._again(tensors, velocities)
 
     def _again(
-        self, tensors: Repeated
-    ) -> Generator[Request, Any, tuple[list[Array], Sequence[State]]]:
-        xp, sizes = backend_of(tensors.gradients[0]), list(tensors.weights)
-        parts = [xp.widen(x) for x in tensors.gradients]
-        _, total = yield from self._total(xp, parts, sizes)
-        if self.momentum is None:
-            xp.write_into(tensors.gradients, total, self.size)
-            return [*tensors.gradients], [{}] * len(sizes)
-        old = self._velocity(xp, tensors.states, sizes, tensors.scratch)
-        direction, states = self._moved(
-            xp, xp.divided(total, self.size), old, sizes, tensors.momenta, tensors.scratch
-        )
-        cuts = zip(xp.split(direction, sizes), tensors.gradients, strict=True)
-        return [xp.restore(x, gradient) for x, gradient in cuts], states
+        self, tensors: Repeated, velocities: list[Array] | None
+    ) -> Generator[Request, Any, tuple[Sequence[Array], Mapping[int, State]]]:
+        gradients, sizes = tensors.gradients, list(tensors.weights)
+        xp, states = backend_of(gradients[0]), dict[int, State]()
+        _, total = yield from self._total(xp, gradients, sizes)
+        if velocities is None:
+            xp.write_into(gradients, total, self.size)
+            return gradients, states
+        old = self._velocity(xp, velocities, sizes, tensors.scratch)
+        mean = xp.divided(total, self.size)
+        direction, velocity = self._step(xp, mean, old, sizes, tensors.momenta)
+        if old is tensors.scratch.get("velocity"):  # of which the states are parts
+            xp.write_into([old], velocity)
+        else:
+            states = dict(enumerate(self._states(xp, velocity, sizes, tensors.scratch)))
+        xp.write_into(gradients, direction)
+        return gradients, states
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
         xp = backend_of(tensors[0].x)
         sizes = [xp.size(t.x) for t in tensors]
-        parts, total = yield from self._total(xp, [t.x for t in tensors], sizes)
+        own, total = yield from self._total(xp, [t.x for t in tensors], sizes)
         mean = xp.divided(total, self.size)
         means = xp.split(mean, sizes)
-        sent = [xp.round_to(x, self.wire) for x in parts]
+        sent = [xp.round_to(x, self.wire) for x in xp.split(own, sizes)]
         states: Sequence[State] = [t.state for t in tensors]
         updates: Sequence[Any] = [None] * len(tensors)
         if self.momentum is not None:
             scratch, momenta = tensors[0].scratch, [t.momentum for t in tensors]
-            old = self._velocity(xp, states, sizes, scratch)
-            direction, states = self._moved(xp, mean, old, sizes, momenta, scratch)
+            old = self._velocity(xp, [state["velocity"] for state in states], sizes, scratch)
+            direction, velocity = self._step(xp, mean, old, sizes, momenta)
+            states = self._states(xp, velocity, sizes, scratch)
             cuts = zip(xp.split(direction, sizes), tensors, strict=True)
             updates = [xp.restore(x, t.gradient) for x, t in cuts]
         return [
@@ -115,31 +118,23 @@ class FusedSum:
         ]
 
     def _total(
-        self, xp: Any, parts: list[Array], sizes: list[int]
-    ) -> Generator[Request, Any, tuple[list[Array], Array]]:
-        """Return what was sent of each tensor, before it was rounded, and the sum of all ranks."""
-        own = _joined(xp, parts)
+        self, xp: Any, parts: Sequence[Array], sizes: list[int]
+    ) -> Generator[Request, Any, tuple[Array, Array]]:
+        """Return what was sent, before it was rounded, and the sum of all ranks, end to end."""
+        own = xp.end_to_end(parts)
         fine = xp.all_finite(own)
         if xp.traces or not fine:  # of such a tensor the others must see nothing else
             own = xp.choose(fine, lambda x=own: x, lambda x=own: _made_nan(xp, x, sizes))
-            parts = xp.split(own, sizes)
         total = yield Sum(own, self.wire, self.algorithm, owned=len(parts) > 1)
-        return parts, total
+        return own, total
 
-    def _moved(
-        self,
-        xp: Any,
-        mean: Array,
-        old: Array,
-        sizes: list[int],
-        momenta: Sequence[float],
-        scratch: dict[str, Any],
-    ) -> tuple[Array, list[State]]:
-        """Return the direction and the new states, from the old velocity."""
-        direction, velocity = self._step(xp, mean, old, sizes, momenta)
+    def _states(
+        self, xp: Any, velocity: Array, sizes: list[int], scratch: dict[str, Any]
+    ) -> list[State]:
+        """Return the states of the tensors, parts of their velocities end to end."""
         if not xp.traces:
             scratch["velocity"] = velocity
-        return direction, [{"velocity": x} for x in xp.split(velocity, sizes)]
+        return [{"velocity": x} for x in xp.split(velocity, sizes)]
 
     def _step(
         self, xp: Any, mean: Array, old: Array, sizes: list[int], momenta: Sequence[float]
@@ -172,20 +167,20 @@ class FusedSum:
     def _velocity(
         self,
         xp: Any,
-        states: Sequence[Mapping[str, Array]],
+        own: list[Array],
         sizes: list[int],
         scratch: dict[str, Any],
     ) -> Array:
         """The velocities end to end, which they are already unless a checkpoint was loaded or they
         were given other memory."""
-        kept, own = scratch.get("velocity"), [state["velocity"] for state in states]
+        kept = scratch.get("velocity")
         if kept is not None and xp.size(kept) == sum(sizes):
             kind = xp.dtype(kept), getattr(kept, "device", None)
             places = (xp.addresses(arrays, sizes, *kind) for arrays in (own, xp.split(kept, sizes)))
             of_own, of_kept = places
             if of_own is not None and of_own == of_kept:
                 return kept
-        return _joined(xp, own)
+        return xp.end_to_end(own)
 
 
 class _Key(NamedTuple):
@@ -203,10 +198,6 @@ def _key(gradient: Array) -> _Key | None:
     if dtype not in ("float32", "float64") or not xp.size(gradient):
         return None
     return _Key(xp.__name__, dtype, getattr(gradient, "device", None))
-
-
-def _joined(xp: Any, arrays: Sequence[Array]) -> Array:
-    return arrays[0] if len(arrays) == 1 else xp.concat(list(arrays))
 
 
 def _made_nan(xp: Any, x: Array, sizes: list[int]) -> Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -59,7 +59,7 @@ class FusedElements(Staged):
 
     def again(
         self, tensors: Repeated, key: Hashable, context: Context
-    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], list[State]]] | None:
+    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], Mapping[int, State]]] | None:
         if not self.is_known(context):  # what is kept of a step has its numbers
             return None
         return super().again(tensors, key, context)

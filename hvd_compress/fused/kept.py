@@ -92,12 +92,12 @@ class Kept:
             pool: has memory for the others.
         """
         first, *others = states
-        kept = cls(states, [Column(out)])
+        sizes = [x.size for x in first]
+        kept = cls(states, [Column(out, sizes)])
         if overlap(kept.columns[0]):  # what is kept of one tensor would be another's gradient
             return None
         if not others:
             return kept
-        sizes = [x.size for x in first]
         bounds = np.cumsum([0, *sizes]).tolist()
         if (memory := pool.take(len(others) * bounds[-1])) is None:
             return None

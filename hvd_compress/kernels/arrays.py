@@ -49,8 +49,7 @@ class Column:
 
     def flat_on_host(self) -> list[np.ndarray]:
         """Return the same memory as flat arrays of NumPy, which keep it."""
-        to_numpy = backend_of(self.arrays[0]).to_numpy
-        return [to_numpy(x).reshape(-1) for x in self.arrays]
+        return backend_of(self.arrays[0]).flat_on_host(self.arrays)
 
 
 def check_places(columns: Sequence[Column], places: Sequence[np.ndarray]) -> None:
@@ -68,15 +67,9 @@ def addresses(arrays: Sequence[Array], sizes: Sequence[int]) -> np.ndarray | Non
     return None if found is None else np.array(found, np.int64)
 
 
-def are_flat(columns: Iterable[Sequence[Array | None]], sizes: Sequence[int], device: Any) -> bool:
-    """Return whether all arrays of all columns are there, are as :func:`addresses` wants them, and
-    on ``device``."""
-    for arrays in columns:
-        if any(x is None for x in arrays):
-            return False
-        if backend_of(arrays[0]).addresses(arrays, sizes, "float32", device) is None:
-            return False
-    return True
+def are_flat(arrays: Sequence[Array], sizes: Sequence[int], device: Any) -> bool:
+    """Return whether all arrays are as :func:`addresses` wants them, and on ``device``."""
+    return backend_of(arrays[0]).addresses(arrays, sizes, "float32", device) is not None
 
 
 class Steps(NamedTuple):

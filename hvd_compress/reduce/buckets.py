@@ -30,6 +30,18 @@ BUCKET_BYTES = 25 * 2**20
 _PLAN = "plan of the buckets"
 
 
+class Planned:
+    """A bucket of the plan: its tensors, the form of its exchange in the step before, and how many
+    tensors have not come yet, and are not known to be ready, in this step."""
+
+    __slots__ = ("form", "missing", "names", "unready")
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.form: Form | None = None
+        self.missing = self.unready = len(names)
+
+
 class Buckets:
     """Sends exchanges in buckets: a bucket is sent as soon as all its tensors are ready, while
     backward goes on with others.
@@ -64,6 +76,8 @@ class Buckets:
     Attributes:
         plan: the names of each bucket, in the order in which buckets are sent; empty before the end
             of the first step.
+        bucket_of: the bucket of each tensor.
+        next: the bucket that is to be sent next; ``None`` if there is none.
     """
 
     def __init__(
@@ -80,12 +94,14 @@ class Buckets:
         if nbytes < 1:
             raise ConfigError(f"bucket_bytes={nbytes}: at least 1")
         self._engine, self._make, self.nbytes = engine, make, nbytes
-        self._again, self._forms = again, dict[tuple[str, ...], Form | None]()
+        self._again = again
         self._groups = groups
         self._same_order = same_order
         self.plan: list[tuple[str, ...]] = []
+        self._buckets: list[Planned] = []
         self._digest: str | None = None
-        self._bucket_of: dict[str, int] = {}
+        self.bucket_of: dict[str, Planned] = {}
+        self.next: Planned | None = None
         self._planned: dict[str, Look] = {}
         self._places = {name: i for i, name in enumerate(names)}
         self._reset()
@@ -95,9 +111,10 @@ class Buckets:
         self._members: dict[str, Member] = {}  # those whose exchange has begun
         self._repeated: dict[str, int] = {}  # names of those without a member, and their weights
         self._sent: set[str] = set()
-        self._missing = [len(bucket) for bucket in self.plan]
-        self._unready = list(self._missing)
-        self._next = 0  # bucket of the plan
+        for bucket in self._buckets:
+            bucket.missing = bucket.unready = len(bucket.names)
+        self._left = iter(self._buckets)
+        self.next = next(self._left, None)
 
     @property
     def digest(self) -> str:
@@ -112,16 +129,6 @@ class Buckets:
         """Whether something was started since the last :meth:`finish`."""
         return bool(self._started)
 
-    def is_due(self, name: str) -> bool:
-        """Note that a gradient is ready, and return whether it should be started now with those
-        that were ready before; if not, it does not matter when, but before :meth:`finish`.  What is
-        asked once for a tensor is asked for all of a step."""
-        index = self._bucket_of.get(name)
-        if index is None:
-            return True
-        self._unready[index] -= 1
-        return index == self._next and not self._unready[index]
-
     def start(self, names: Iterable[str]) -> None:
         """Take tensors whose gradients are ready, and send every bucket that is complete; never
         waits."""
@@ -129,18 +136,17 @@ class Buckets:
             if name in self._started:
                 raise ConfigError(f"{name!r} was started twice in one step")
             self._started[name] = None
-            if (index := self._bucket_of.get(name)) is not None:
-                self._missing[index] -= 1
-        while self._next < len(self.plan) and not self._missing[self._next]:
-            bucket = self.plan[self._next]
+            if (its := self.bucket_of.get(name)) is not None:
+                its.missing -= 1
+        while (bucket := self.next) is not None and not bucket.missing:
             if not self._send_again(bucket):
-                self._begin(bucket)
-                as_planned = [name for name in bucket if self._is_as_planned(name)]
+                self._begin(bucket.names)
+                as_planned = [name for name in bucket.names if self._is_as_planned(name)]
                 self._send(as_planned)
                 members = [self._members[name] for name in as_planned]
-                whole = len(members) == len(bucket)
-                self._forms[bucket] = form_of(members) if whole else None
-            self._next += 1
+                whole = len(members) == len(bucket.names)
+                bucket.form = form_of(members) if whole else None
+            self.next = next(self._left, None)
         if self._sent:
             self._engine().poll()
 
@@ -155,17 +161,19 @@ class Buckets:
         # Where everything has left already, the order does not matter here.
         is_open = len(self._sent) < len(self._started)
         names = self._sorted() if is_open else list(self._started)
-        self._begin(n for n in names if n not in self._members and n not in self._repeated)
+        if len(self._members) + len(self._repeated) < len(self._started):
+            self._begin([n for n in names if n not in self._members and n not in self._repeated])
         engine.check_step(
             lambda: [f"{name} by {self._first(name)}" for name in self._sorted()],
-            planned=all(name in self._bucket_of for name in names),
+            planned=self.bucket_of.keys() >= self._started.keys(),
             like=like,
         )
-        for bucket in self.plan[self._next :]:  # some of it did not come in this step
-            left = [name for name in bucket if name in self._members]
+        while (bucket := self.next) is not None:  # some of it did not come in this step
+            left = tuple(name for name in bucket.names if name in self._members)
             self._send([name for name in left if not self._members[name].look.together])
-        for bucket in self._split([name for name in names if name not in self._sent]):
-            self._send(bucket)
+            self.next = next(self._left, None)
+        for left in self._split([name for name in names if name not in self._sent]):
+            self._send(left)
         with phase("wait"):
             parts = engine.finish()
         if len(self._repeated) < len(self._planned) or self._members:
@@ -187,8 +195,8 @@ class Buckets:
     def forget(self) -> None:
         """Forget the plan: to be called at the same time on all ranks, since ranks with a plan and
         ranks without one submit different collectives."""
-        self.plan, self._bucket_of, self._planned, self._digest = [], {}, {}, None
-        self._forms.clear()
+        self.plan, self._buckets, self.bucket_of = [], [], {}
+        self._planned, self._digest = {}, None
         self._reset()
 
     def abandon(self) -> None:
@@ -200,14 +208,12 @@ class Buckets:
         if names := list(names):
             self._members.update(zip(names, self._make(names), strict=True))
 
-    def _send_again(self, bucket: tuple[str, ...]) -> bool:
+    def _send_again(self, bucket: Planned) -> bool:
         """Send a bucket as in the step before; return whether that is possible."""
-        if (form := self._forms.get(bucket)) is None:
+        if bucket.form is None or (exchange := self._again(bucket.names, bucket.form)) is None:
             return False
-        if (exchange := self._again(bucket, form)) is None:
-            return False
-        self._repeated.update(zip(bucket, form.weights, strict=True))
-        self._launch(bucket, exchange)
+        self._repeated.update(zip(bucket.names, bucket.form.weights, strict=True))
+        self._launch(bucket.names, exchange)
         return True
 
     def _send(self, names: Sequence[str]) -> None:
@@ -240,9 +246,9 @@ class Buckets:
         if has_order and engine.sums_in_rank_order and engine.size > 1:
             engine.start(_PLAN, _order_of_rank_0([names.index(n) for n in self._started], like))
             names = [names[i] for i in engine.finish()[_PLAN]]
-        self._forms.clear()
         self.plan, self._digest = self._split(names), None
-        self._bucket_of = {name: i for i, bucket in enumerate(self.plan) for name in bucket}
+        self._buckets = [Planned(bucket) for bucket in self.plan]
+        self.bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
 
     def _split(self, names: Sequence[str]) -> list[tuple[str, ...]]:
         """Buckets of the names, in the order in which they are full."""

@@ -41,14 +41,14 @@ _NOTHING = np.empty(0)
 
 
 class _Again(NamedTuple):
-    """The result of the exchange of a bucket that was like that of the step before; ``record`` has
-    its bytes."""
+    """The result of the exchange of a bucket that was like that of the step before; ``states`` has
+    by tensor those that are not written where the old ones are, and ``record`` its bytes."""
 
     names: tuple[str, ...]
     weights: Sequence[int]
     gradients: Sequence[Array]
     directions: Sequence[Any]
-    states: Sequence[State]
+    states: Mapping[int, State]
     record: Record
     sends_all: bool
 
@@ -433,8 +433,8 @@ class Reducer:
                 tally.settle(bucket.names, self._records)
             tally = self._tallies[bucket.names] = Tally(bucket.weights, extents, bucket.sends_all)
         tally.count(bucket.record)
-        for name, state in zip(bucket.names, bucket.states, strict=True):
-            self.store.keep(name, state)
+        for i, state in bucket.states.items():
+            self.store.keep(bucket.names[i], state)
         directions, size = bucket.directions, self.engine.size if self.sums else 1
         if size != 1:
             directions = [self.store.multiplied(direction, size) for direction in directions]

@@ -98,14 +98,14 @@ class Store(abc.ABC):
 
     def again(
         self, names: Sequence[str], gradients: Sequence[Array]
-    ) -> tuple[Sequence[Mapping[str, Array]], Sequence[float]] | None:
-        """Return states and momenta of the tensors of a bucket that may be sent as in the step
-        before, ``None`` if one differs.  Unlike all others this is called in every step, so
-        bindings do as little as possible for each tensor."""
+    ) -> tuple[Sequence[Mapping[str, Array]], str, Sequence[float]] | None:
+        """Return states, what stands in front of their keys, and momenta of the tensors of a bucket
+        that may be sent as in the step before, ``None`` if one differs.  Unlike all others this is
+        called in every step, so bindings call no function for each tensor."""
         states = [self.get(name) for name in names]
         for gradient in gradients:
             backend_of(gradient).check_gradient(gradient, in_place=True)
-        return states, [self.momentum(name)[0] for name in names]
+        return states, "", [self.momentum(name)[0] for name in names]
 
     # -- the optimizer -------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class MemoryStore(Store):
 
     def again(
         self, names: Sequence[str], gradients: Sequence[Array]
-    ) -> tuple[Sequence[Mapping[str, Array]], Sequence[float]] | None:
+    ) -> tuple[Sequence[Mapping[str, Array]], str, Sequence[float]] | None:
         if any(name not in self.states for name in names):
             return None
         return super().again(names, gradients)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tracemalloc
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ from hvd_compress import (
     kernels,
     switch,
 )
-from hvd_compress.chain import Chain
+from hvd_compress.chain import Chain, Repeated
 from hvd_compress.codecs import contraction, natural, uniform_dithering
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.engines.local import LocalEngine
@@ -283,11 +282,11 @@ def test_a_bucket_is_of_the_device_that_it_was_made_on():
     ranks, gradient = Ranks(QSGD(), {"a": (50, 40)}, 1), torch.ones(50, 40)
     ranks.exchange([{"a": gradient}])
     bucket = ranks.scratch[0]["a"]["bucket"]
-    tensors = SimpleNamespace(weights=bucket.weights, gradients=[gradient], states=[{}])
-    assert bucket.is_of(tensors)
+    tensors = Repeated([gradient], [{}], "", [0.0], bucket.weights, {})
+    assert bucket.states_of(tensors) == {}
     rank, _, rest = bucket.look
     bucket.look = rank, torch.device("meta"), rest
-    assert not bucket.is_of(tensors)
+    assert bucket.states_of(tensors) is None
 
 
 def test_gradients_need_not_be_contiguous():

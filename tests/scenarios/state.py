@@ -21,6 +21,7 @@ import torch
 
 from hvd_compress import Gather, Outcome, Sum
 from hvd_compress.torch import DGC, EF21, LGC, ConfigError, NoCompression, PowerSGD, TopK
+from hvd_compress.torch.distributed.compressed_optimizer import _is_ready
 from hvd_compress.torch.state.checkpoint import broadcast, local_state_dict
 from hvd_compress.wire import sparse_size
 from tests.mutations import mutations, same
@@ -566,7 +567,7 @@ def several_rounds_advance_together() -> None:
                 pairs = list(zip(model.parameters(), gradients, strict=True))
                 for p, g in pairs if hvd.rank() % 2 else pairs[::-1]:
                     p.grad = g
-                    optimizer._is_ready(optimizer._watched[id(p)])
+                    _is_ready(weakref.ref(optimizer), id(p), p)
             else:
                 loss_of(model, hvd.rank(), step).backward()
             optimizer.step()

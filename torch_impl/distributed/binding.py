@@ -20,10 +20,12 @@ from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Record, Stats
 
 from .. import backend
-from ..amp import running_scale
+from ..amp import running_scale, scaled_passes
 from ..parameters import gradient_dtype
+from ..plain import is_wrapped
 from ..state.momentum import Momentum, check_sparse_step
 from ..state.store import ParameterStore
+from .watched import Watched, begin
 
 logger = logging.getLogger("hvd_compress")
 
@@ -209,12 +211,19 @@ class Binding:
 
     # -- the exchange ------------------------------------------------------------------------
 
-    def take(self, p: torch.nn.Parameter) -> None:
+    def take(self, watched: Watched) -> None:
         """Begin to exchange the gradient of a parameter in a hook of backward, as soon as a bucket
         can be sent; never waits."""
-        self.store.ready.append(p)
+        self.store.ready.append(watched)
+        place = id(watched.parameter)
+        buckets, name = self.reducer.buckets, self._name_by_id.get(place)
+        bucket = buckets.bucket_of.get(name) if name else None
+        is_due = bucket is None
+        if bucket is not None:
+            bucket.unready -= 1
+            is_due = not bucket.unready and bucket is buckets.next
         # What is known of a scale ends with the hook.
-        if self.reducer.buckets.is_due(self._name_of(p)) or running_scale() is not None:
+        if is_due or (scaled_passes and running_scale() is not None):
             self._begin_ready()
         else:
             self.reducer.poll()
@@ -222,7 +231,8 @@ class Binding:
     def _begin_ready(self) -> None:
         ready, self.store.ready = self.store.ready, []
         if ready:
-            self.exchange_gradients(ready, in_backward=True)
+            begin(ready)
+            self.exchange_gradients([each.parameter for each in ready], in_backward=True)
 
     def exchange_gradients(
         self, parameters: Iterable[torch.nn.Parameter], in_backward: bool = False
@@ -246,19 +256,26 @@ class Binding:
             if self.reducer.sparse_results:
                 raise ConfigError("sparse_step=True cannot scale losses: leave one of the two out")
             self.store.scale = scale
-        gradients, parameters_by_name = {}, self.store.parameters
+        gradients, names = {}, self._name_by_id
         for p in parameters:
             if p.grad is None:  # other ranks may have one
                 p.grad = self._no_gradient(p)
             elif not in_backward and _shares_elements(p.grad):
                 p.grad = p.grad.clone()  # they cannot be written to; backward leaves no such
-            gradient = p.grad
-            name = self._name_of(p)
-            _check_gradient(name, gradient, p)
-            if gradient.requires_grad:
-                gradient = gradient.detach()
-            parameters_by_name[name] = p
-            gradients[name] = gradient
+            gradient, name = p.grad, names.get(id(p)) or self._name_of(p)
+            # Most are as they should be, and a function for each would take long.
+            is_usual = (
+                type(gradient) is torch.Tensor
+                and gradient.dtype in backend.GRADIENTS
+                and gradient.layout is torch.strided
+                and gradient.shape == p.shape
+                and gradient.device == p.device
+                and not is_wrapped(gradient)
+            )
+            if not is_usual:
+                _check_gradient(name, gradient, p)
+            gradients[name] = gradient.detach() if gradient.requires_grad else gradient
+        self.store.parameters.update(zip(gradients, parameters, strict=True))
         self.reducer.start_together(gradients)
 
     def _name_of(self, p: torch.nn.Parameter) -> str:
@@ -293,7 +310,10 @@ class Binding:
                     self._true_units.append(p)
                 if scale != 1:
                     direction = multiplied(direction, scale)
-            self._assign_gradient(p, direction, is_rows)
+            if (gradient := p.grad) is not None and direction is gradient:
+                self._assigned.append((p, weakref.ref(gradient)))
+            else:
+                self._assign_gradient(p, direction, is_rows)
         self._last_scale, self.store.scale = self.store.scale, None
         return directions
 

@@ -8,7 +8,6 @@ when a gradient is ready; ``optimizer.compression`` exchanges it, over public co
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 import warnings
@@ -36,6 +35,7 @@ from ..state import checkpoint
 from ..state.momentum import check_group
 from ..state.optimizer_host import loss_of
 from .binding import Binding
+from .watched import Watched, begin, changed
 
 #: optimizers that exchange gradients; as many as there are references to them elsewhere
 bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()
@@ -43,47 +43,8 @@ bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclasses.dataclass(eq=False)
-class _Watched:
-    """A parameter with a hook: its backward passes since the last exchange, whether its exchange
-    has begun, and with which gradient, of which version."""
-
-    parameter: Parameter
-    passes: int = 0
-    is_started: bool = False
-    gradient: torch.Tensor | None = None
-    version: int = 0
-    address: int = 0
-
-    def begin(self) -> None:
-        """The gradient is exchanged as it is now."""
-        gradient = self.gradient = self.parameter.grad
-        if gradient is not None:
-            self.version, self.address = gradient._version, _address(gradient)
-        self.is_started = True
-
-    def is_changed(self) -> bool:
-        """Return whether somebody has written to the gradient since, or put another there.  One
-        that was given other memory is not known to have other numbers, and views share their
-        version with all of the buffer that they are in."""
-        gradient = self.gradient
-        return gradient is not None and (
-            gradient is not self.parameter.grad
-            or (
-                gradient._version != self.version
-                and _address(gradient) == self.address
-                and not gradient._is_view()
-            )
-        )
-
-
-def _address(gradient: torch.Tensor) -> int:
-    return 0 if gradient.is_sparse else gradient.data_ptr()
-
-
 def _locked(method: F) -> F:
-    """Autograd calls the hooks of parameters on several devices, or of several backward passes at
-    once, from several threads: one at a time may come in."""
+    """Let one thread at a time in; see :func:`_is_ready`."""
 
     @functools.wraps(method)
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +101,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._lock = threading.RLock()
         self._heir: type[Any] | None = None  # of the optimizer that has taken the parameters over
         # Those with a hook, by id: to hash a parameter takes long.
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, Watched] = {}
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self._saw_passes = False  # backward passes since the last exchange
@@ -180,14 +141,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if self._groups is not None and p not in self._group_of:  # it has come later
             self._group_of[p] = (p,)
             self._groups.append((p,))
+        self._watched[id(p)] = Watched(p)
         # Nothing would ever collect what a tensor's hook holds, the tensor itself included.
-        reference, place = weakref.ref(self), id(p)
-
-        def hook(_: Any) -> None:
-            if (optimizer := reference()) is not None:
-                optimizer._is_ready(place)
-
-        self._watched[place] = _Watched(p)
+        hook = functools.partial(_is_ready, weakref.ref(self), id(p))
         eager = torch.compiler.disable(hook)
         self._hooks.append(p.register_post_accumulate_grad_hook(eager))
 
@@ -219,38 +175,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 f"{call}"
             )
 
-    @_locked
-    def _is_ready(self, place: int) -> None:
-        """Count a backward pass that has added to the gradient, and start the exchange of the
-        parameter with its group if it was the last.  Raise ``AssertionError`` if it is one too
-        many."""
-        if (watched := self._watched.get(place)) is None:
-            return
-        needed, gradient = self.backward_passes_per_step, watched.parameter.grad
-        if watched.is_started or watched.passes >= needed:
-            watched.gradient = None  # that it has changed is said here
-            raise AssertionError(
-                "a gradient was computed more than backward_passes_per_step times before "
-                "step(): pass the number of backward passes as backward_passes_per_step, or "
-                "call optimizer.synchronize() in between"
-            )
-        if gradient is not None and gradient.requires_grad:
-            raise AssertionError(
-                "a gradient is part of a graph, which cannot be exchanged: call loss.backward() "
-                "without create_graph=True"
-            )
-        watched.passes += 1
-        self._saw_passes = True
-        if self._groups is None:
-            if watched.passes == needed:
-                watched.begin()
-                self.compression.take(watched.parameter)
-            return
-        together = self._together(watched.parameter)
+    def _begin_with_group(self, parameter: Parameter) -> None:
+        """Start the exchange of a parameter and its group, if all their gradients are there."""
+        together, needed = self._together(parameter), self.backward_passes_per_step
         everyone = [self._watched[id(q)] for q in together if id(q) in self._watched]
         if len(everyone) == len(together) and all(w.passes == needed for w in everyone):
-            for each in everyone:
-                each.begin()
+            begin(everyone)
             self.compression.exchange_gradients(together, in_backward=True)
 
     def _together(self, p: Parameter) -> tuple[Parameter, ...]:
@@ -310,12 +240,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.check_parameters()  # after the exchange, in which ranks learn if only one differs
 
     def _warn_of_changes(self) -> None:
-        changed = [w.parameter for w in self._watched.values() if w.is_changed()]
-        if not changed:
+        found = changed(self._watched.values())
+        if not found:
             return
         self._has_warned_of_changes = True
         warnings.warn(
-            f"the gradient of {self._parameter_names[changed[0]]!r} was changed between backward() "
+            f"the gradient of {self._parameter_names[found[0]]!r} was changed between backward() "
             "and step(), when its exchange had begun: the change has no effect on what ranks "
             "receive, or on a part of it. To clip or scale averages write "
             "`optimizer.synchronize()` first, change them, then `with "
@@ -429,6 +359,46 @@ class CompressedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self.reset_hooks()
         self._synchronized, self._should_synchronize = False, True
+
+
+def _is_ready(reference: weakref.ref[CompressedOptimizer], place: int, _: Any) -> None:
+    """Count a backward pass that has added to the gradient of a parameter, and start its exchange
+    if it was the last; called by PyTorch for each parameter, so it calls as little as possible.
+
+    Args:
+        reference: to the optimizer, which may be gone.
+        place: the parameter's ``id``.
+
+    Raises:
+        AssertionError: the pass is one too many, or the gradient is part of a graph.
+    """
+    optimizer = reference()
+    if optimizer is None or (watched := optimizer._watched.get(place)) is None:
+        return
+    # Autograd calls the hooks of several devices, or passes, from several threads.
+    with optimizer._lock:
+        needed, gradient = optimizer.backward_passes_per_step, watched.parameter.grad
+        if watched.is_started or watched.passes >= needed:
+            watched.gradient = None  # that it has changed is said here
+            raise AssertionError(
+                "a gradient was computed more than backward_passes_per_step times before "
+                "step(): pass the number of backward passes as backward_passes_per_step, or "
+                "call optimizer.synchronize() in between"
+            )
+        if gradient is not None and gradient.requires_grad:
+            raise AssertionError(
+                "a gradient is part of a graph, which cannot be exchanged: call loss.backward() "
+                "without create_graph=True"
+            )
+        watched.passes += 1
+        optimizer._saw_passes = True
+        if watched.passes < needed:
+            return
+        if optimizer._groups is None:
+            watched.is_started = True
+            optimizer.compression.take(watched)
+        else:
+            optimizer._begin_with_group(watched.parameter)
 
 
 def retire_others(parameters: Iterable[Parameter], heir: torch.optim.Optimizer) -> None:

@@ -7,7 +7,7 @@ import logging
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,10 +71,24 @@ class Momentum:
 
     def group_of(self, p: torch.nn.Parameter) -> dict[str, Any]:
         """Return the parameter group with the options of ``p``."""
+        self._look_again()
+        return self._groups[id(p)]
+
+    def of_all(self, parameters: Sequence[torch.nn.Parameter]) -> list[float]:
+        """Return the momenta that act inside the exchange."""
+        if not self.is_taken:
+            return [0.0] * len(parameters)
+        self._look_again()
+        of_group = {id(group): self.of_group(group)[0] for group in self._read}
+        groups = [id(self._groups[id(p)]) for p in parameters]
+        if {*groups} - of_group.keys():  # one was taken out
+            return [self.of(p)[0] for p in parameters]
+        return [of_group[group] for group in groups]
+
+    def _look_again(self) -> None:
         groups = self._optimizer.param_groups
         if len(groups) != len(self._read) or any(map(operator.is_not, groups, self._read)):
             self._look(groups)
-        return self._groups[id(p)]
 
     def _look(self, groups: list[dict[str, Any]]) -> None:
         self._read = list(groups)

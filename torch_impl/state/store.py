@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,9 @@ from .rows import exchange_rows
 PREFIX = "compression."
 
 
+_NO_STATE: dict[str, Any] = {}
+
+
 @functools.cache
 def _prefixed(key: str) -> str:
     return PREFIX + key
@@ -47,24 +50,6 @@ class Gradient(NamedTuple):
     parameter: torch.nn.Parameter
     is_rows: bool
     scale: float | None
-
-
-class _Own(Mapping[str, Any]):
-    """This package's entries of ``optimizer.state[p]``, without copying them."""
-
-    __slots__ = ("_state",)
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self._state = state
-
-    def __getitem__(self, key: str) -> Any:
-        return self._state[_prefixed(key)]
-
-    def __iter__(self) -> Iterator[str]:
-        return (key.removeprefix(PREFIX) for key in self._state if key.startswith(PREFIX))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 class ParameterStore(Store):
@@ -100,8 +85,8 @@ class ParameterStore(Store):
         self._stateful: dict[str, bool] = {}
         self._sample: Terms = {}
         self._last_list: tuple[list[Any], list[str]] | None = None  # of which parameters, the text
-        #: parameters whose gradients are there, and whose exchange has not begun
-        self.ready: list[torch.nn.Parameter] = []
+        #: watched parameters whose gradients are there, and whose exchange has not begun
+        self.ready: list[Any] = []
 
     @property
     def optimizer(self) -> Any:
@@ -270,14 +255,14 @@ class ParameterStore(Store):
 
     def again(
         self, names: Sequence[str], gradients: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[Mapping[str, torch.Tensor]], Sequence[float]] | None:
-        if any(gradient.is_sparse for gradient in gradients):
+    ) -> tuple[Sequence[Mapping[str, torch.Tensor]], str, Sequence[float]] | None:
+        if True in [gradient.is_sparse for gradient in gradients]:
             return None
         last, state = [self._last[name] for name in names], self.optimizer.state
         self.taken.update(zip(names, last, strict=True))
         # Indexing would make an entry.
-        states = [_Own(state.get(each.parameter, {})) for each in last]
-        return states, [self.momentum_side.of(each.parameter)[0] for each in last]
+        states = [state.get(each.parameter, _NO_STATE) for each in last]
+        return states, PREFIX, self.momentum_side.of_all([each.parameter for each in last])
 
     # -- the optimizer -----------------------------------------------------------------------
 

@@ -1,0 +1,63 @@
+"""``mpirun -np 2 python calls_worker.py FILE METHOD ...``: the functions of ours that a steady step
+of an optimizer enters, polls not counted, as JSON."""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+import hvd_compress.torch.mpi as hvd
+
+ROOT = Path(hvd.__file__).parent.parent.parent
+OURS = (f"{ROOT}/hvd_compress/", f"{ROOT}/torch_impl/")
+#: how often these look at what is under way depends on the other ranks
+POLLS = {"poll", "under_way"}
+WAITS = f"{ROOT}/hvd_compress/mpi/transport/progress.py"
+#: the ranks compare their calls in the first twenty steps
+STEPS = 24
+
+
+def calls_of(method: str, tensors: int) -> collections.Counter[str]:
+    torch.manual_seed(hvd.rank())
+    own = [torch.nn.Parameter(torch.zeros(64, 64)) for _ in range(tensors)]
+    sgd = torch.optim.SGD(own, lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(sgd, compression=method)
+    numbers = [torch.randn(64, 64) for _ in own]
+    found: collections.Counter[str] = collections.Counter()
+
+    def note(frame, event, _):
+        code, path = frame.f_code, frame.f_code.co_filename
+        is_ours = path.startswith(OURS) and path != WAITS
+        if event == "call" and is_ours and code.co_name not in POLLS:
+            name = f"{Path(path).relative_to(ROOT)}:{code.co_firstlineno} {code.co_name}"
+            found[name] += 1
+
+    for step in range(STEPS):
+        loss = sum((p * x).sum() for p, x in zip(own, numbers, strict=True))
+        if step == STEPS - 1:  # in autograd's threads, too
+            threading.setprofile(note)
+            sys.setprofile(note)
+        loss.backward()
+        optimizer.step()
+        sys.setprofile(None)
+        threading.setprofile(None)
+        optimizer.zero_grad()
+    return found
+
+
+def main() -> None:
+    file, *methods = sys.argv[1:]
+    hvd.init()
+    torch.set_num_threads(1)
+    found = {method: {n: calls_of(method, n) for n in (10, 40)} for method in methods}
+    if hvd.rank() == 0:
+        Path(file).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""How many functions of ours a step enters: what grows with tensors is the hooks' alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests import jobs
+
+WORKER = jobs.TESTS / "calls_worker.py"
+#: whose plans do all tensors of a bucket at once
+METHODS = ["none", "fp16", "topk:density=0.01", "dgc:density=0.01,min_size=1", "powersgd:rank=2"]
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory):
+    """Functions that a steady step enters, by method and number of tensors, of one bucket."""
+    file = tmp_path_factory.mktemp("calls") / "calls.json"
+    command = [*jobs.launcher(2, "mpirun"), sys.executable, str(WORKER), str(file), *METHODS]
+    jobs.run(command, timeout=250)
+    return json.loads(file.read_text())
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_tensor_more_is_two_calls_more(calls, method):
+    """Its hook, and that its bucket may be complete."""
+    few, many = (calls[method][str(tensors)] for tensors in (10, 40))
+    grown = {name: many[name] - few.get(name, 0) for name in many}
+    assert [name for name, more in grown.items() if more > 30] == []
+    assert sum(more for more in grown.values() if more >= 15) <= 2 * 30, grown
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_bucket_is_not_many(calls, method):
+    assert sum(calls[method]["40"].values()) <= 1000
