@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from hvd_compress.cli.options import picture_file
-from hvd_compress.systems import TrainingMethod, World
+from hvd_compress.systems import Ranks, TrainingMethod
 from hvd_compress.systems.rounds import EASGD, LeaderSGD
 from mpi_examples.report import save
 
@@ -28,7 +28,7 @@ def f(x: float) -> float:
 
 def descend(method: TrainingMethod, start: list[float], lr: float, steps: int) -> np.ndarray:
     """Where both workers were after each step and, in the last column, what is tested."""
-    world = World(method, len(start))
+    world = Ranks(method, len(start))
     x = [{"x": np.array([own])} for own in start]
     if isinstance(method, EASGD):
         # Ranks usually begin at one point, which is the centre; these have theirs in the middle.

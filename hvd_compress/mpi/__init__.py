@@ -64,9 +64,9 @@ __all__ += errors.__all__
 
 #: what is built on this package, and found in it by its users
 _SYSTEMS = {
-    "AsynchronousEASGD": "servers.mpi.asynchronous",
-    "AsynchronousLeaderSGD": "servers.mpi.asynchronous",
-    "ParameterServer": "servers.mpi.parameter_server",
+    "AsynchronousEASGD": "servers.mpi.workers",
+    "AsynchronousLeaderSGD": "servers.mpi.workers",
+    "ParameterServer": "servers.mpi.workers",
     "Reducer": "mpi.reducer",
 }
 __all__ += _SYSTEMS

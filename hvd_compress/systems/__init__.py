@@ -14,15 +14,15 @@ from hvd_compress.systems.base import (
 )
 from hvd_compress.systems.coordinator import Coordinator
 from hvd_compress.systems.owner import Owner
-from hvd_compress.systems.world import World
+from hvd_compress.systems.ranks import Ranks
 
 __all__ = [
     "Coordinator",
     "Finish",
     "Mean",
     "Owner",
+    "Ranks",
     "Start",
     "StepContext",
     "TrainingMethod",
-    "World",
 ]

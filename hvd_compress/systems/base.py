@@ -11,7 +11,7 @@ average over the ranks: :class:`Start` and :class:`Finish` send arrays through t
 ``compression``, possibly with local steps in between, and :class:`Mean` sends them as they are.
 
 :class:`~hvd_compress.systems.coordinator.Coordinator` runs a method over an engine, and
-:class:`~hvd_compress.systems.world.World` runs all ranks in one process.
+:class:`~hvd_compress.systems.ranks.Ranks` runs all ranks in one process.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     >>> class Averaging(TrainingMethod):
     ...     def after_step(self, parameters, state, context):
     ...         return (yield Mean(parameters)), state
-    >>> world = World(Averaging(), size=2)
-    >>> x = world.before_step([{"w": np.array([0.0])}, {"w": np.array([4.0])}])
-    >>> world.after_step(x)[0]["w"]
+    >>> ranks = Ranks(Averaging(), size=2)
+    >>> x = ranks.before_step([{"w": np.array([0.0])}, {"w": np.array([4.0])}])
+    >>> ranks.after_step(x)[0]["w"]
     array([2.])
     """
 
@@ -225,13 +225,15 @@ def methods_in(names: Mapping[str, Any]) -> dict[str, type[TrainingMethod]]:
     }
 
 
-def checked_compression(compression: Any) -> Compressor:
-    """Return the method of an option ``compression``, which must be one for averages."""
+def checked_compression(
+    compression: Any, sent: str = "between local steps there are averages to send"
+) -> Compressor:
+    """Return the method of an option ``compression``, which must be one for what is ``sent``."""
     method = as_fixed(compression)
     if method.partner is not None:
         raise ConfigError(
-            f"compression={method.name!r} hands out the momenta of {method.partner}: between local "
-            "steps there are averages to send; use for instance compression='topk:density=0.01'"
+            f"compression={method.name!r} hands out the momenta of {method.partner}: {sent}; use "
+            "for instance compression='topk:density=0.01'"
         )
     return method
 

@@ -82,7 +82,7 @@ def exact_methods_reach_the_minimum_of_all() -> None:
 
 def _models_of_all_ranks(method: Any, steps: int, make: Any) -> list[Any]:
     """Trained in this process by plain optimizers and the world of the training methods."""
-    world = systems.World(method, hvd.size())
+    world = systems.Ranks(method, hvd.size())
     models = [make_model() for _ in range(hvd.size())]
     optimizers = [make(model) for model in models]
     rates = {name: LR for name, _ in models[0].named_parameters()}

@@ -40,7 +40,7 @@ def _through(method: Any, model: Any) -> Any:
 def _reference(method: systems.TrainingMethod, steps: int, make: Callable[..., Any]) -> list[Any]:
     """The models of all ranks, trained in this process by plain optimizers and the lockstep
     world."""
-    world = systems.World(method, hvd.size())
+    world = systems.Ranks(method, hvd.size())
     models = [make_model() for _ in range(hvd.size())]
     optimizers = [make(model) for model in models]
 

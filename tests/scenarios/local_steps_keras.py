@@ -45,9 +45,9 @@ def _model() -> keras.Model:
 
 def _reference(
     method: systems.TrainingMethod,
-) -> tuple[list[systems.base.Arrays], systems.World]:
+) -> tuple[list[systems.base.Arrays], systems.Ranks]:
     """All ranks in NumPy: gradient descent on the mean square, in the lockstep world."""
-    world = systems.World(method, hvd.size())
+    world = systems.Ranks(method, hvd.size())
     ranks = [{"0.kernel": W.copy(), "1.bias": np.zeros(3, "float32")} for _ in range(hvd.size())]
     for step in range(STEPS):
         gradients, losses = [], []

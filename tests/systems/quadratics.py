@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.systems import World
+from hvd_compress.systems import Ranks
 
 
 class Quadratics:
@@ -14,7 +14,7 @@ class Quadratics:
         size = len(starts)
         self.h, self.b = np.broadcast_to(h, size), np.broadcast_to(b, size)
         self.lr, self.gradient = lr, gradient
-        self.world = World(method, size, **options)
+        self.world = Ranks(method, size, **options)
         self.x = [{"x": np.array([start], float)} for start in starts]
 
     def loss(self, rank):

@@ -25,7 +25,7 @@ from hvd_compress.systems.graphs import (
     simulate,
 )
 from hvd_compress.systems.graphs.topologies import Weights, as_topology
-from hvd_compress.systems.world import World
+from hvd_compress.systems.ranks import Ranks
 
 B = np.array([0.0, 0.0, 3.0])
 EXACT = (
@@ -239,7 +239,7 @@ def test_bytes_are_those_of_the_neighbours():
     """A vector of 100 float64 in a frame of 16 bytes more, for each neighbour of rank 0."""
     for method, vectors in ((ExactDiffusion, 1), (GradientTracking, 2)):
         for topology, neighbours in (("line", 1), ("cycle", 2), ("complete", 7)):
-            world = World(method(topology), 8)
+            world = Ranks(method(topology), 8)
             x = [{"a": np.ones((9, 10)), "b": np.ones(10)} for _ in range(8)]
             x = world.after_step(world.before_step(x))
             assert world.bytes_sent == neighbours * (16 + vectors * 800)
@@ -291,7 +291,7 @@ def test_the_order_of_parameters_in_a_checkpoint_does_not_matter():
 
 
 def test_a_state_of_another_version_is_refused():
-    world = World(ExactDiffusion("line"), 2)
+    world = Ranks(ExactDiffusion("line"), 2)
     x = world.after_step(world.before_step([{"a": np.ones(2)}] * 2))
     for state in world.states:
         state["psi"] = state.pop("correction")

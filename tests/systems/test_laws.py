@@ -14,7 +14,7 @@ from hvd_compress.config import from_config
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.integrations.exports import SYSTEMS
-from hvd_compress.systems import Coordinator, World, graphs
+from hvd_compress.systems import Coordinator, Ranks, graphs
 from hvd_compress.systems.graphs import LEAD
 from hvd_compress.systems.rounds import LeaderSGD
 from hvd_compress.systems.rounds.factories import METHODS
@@ -199,7 +199,7 @@ def test_bytes_are_exact(row):
 
 @law([row for row in TABLE if row.ranks is Trained])
 def test_the_world_has_the_bits_of_the_owners(row):
-    ranks, world = Trained(row.method), World(row.method, SIZE)
+    ranks, world = Trained(row.method), Ranks(row.method, SIZE)
     x = [dict(own) for own in ranks.x]
     for _ in range(9):
         gradients = [
@@ -241,7 +241,7 @@ def test_a_rank_that_leads_takes_plain_steps(row):
 
 def test_numbers_of_ranks_that_groups_do_not_fit_are_found_at_once():
     method = LeaderSGD(groups=[[0, 1], [2, 3]])
-    for make in (lambda: World(method, 2), lambda: Coordinator(method, LocalEngine())):
+    for make in (lambda: Ranks(method, 2), lambda: Coordinator(method, LocalEngine())):
         with pytest.raises(ConfigError, match="are not of"):
             make()
 

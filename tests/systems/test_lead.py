@@ -20,7 +20,7 @@ from hvd_compress.systems.graphs import (
     l2,
     simulate,
 )
-from hvd_compress.systems.world import World
+from hvd_compress.systems.ranks import Ranks
 
 N, ROWS, D, RIDGE = 8, 15, 10, 0.05
 WEIGHT = 0.05  # of |x|_1
@@ -135,7 +135,7 @@ def test_the_range_of_alpha():
 
 def test_invariants():
     method = LEAD(codec=blockwise(2))
-    world, w = World(method, N), method.topology.weights(N)
+    world, w = Ranks(method, N), method.topology.weights(N)
     x = [{"x": row} for row in np.random.default_rng(2).standard_normal((N, D))]
     for _ in range(30):
         x = world.before_step(x)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvd_compress.errors import CompressionError, ConfigError
-from hvd_compress.systems import World
+from hvd_compress.systems import Ranks
 from hvd_compress.systems.rounds import EAMSGD, EASGD, LeaderSGD
 from hvd_compress.systems.rounds.leader_sgd import pack, unpack
 from tests.systems.quadratics import Quadratics
@@ -40,7 +40,7 @@ def test_eamsgd_follows_its_formula():
     d, lr, alpha, beta, b = 0.9, 0.05, 0.1, 0.3, 1.0
     x, v, c = np.array([2.0, -1.0]), np.zeros(2), 0.0
     y, buffer = x.copy(), np.zeros(2)
-    world = World(EAMSGD(sync_every=1, alpha=alpha, beta=beta), 2)
+    world = Ranks(EAMSGD(sync_every=1, alpha=alpha, beta=beta), 2)
     world.states = [{"centre": {"x": np.zeros(1)}} for _ in range(2)]
     for _ in range(12):
         g = (x + d * v) - b
@@ -174,14 +174,14 @@ def test_nobody_moves_to_a_centre_of_nan():
 )
 def test_only_leaders_send_parameters(losses, sent):
     method = LeaderSGD(local_every=1, global_every=1, groups=2, average_over=1)
-    world = World(method, 4)
+    world = Ranks(method, 4)
     x = [{"w": np.ones(100) * rank} for rank in range(4)]
     world.before_step(x, losses=losses)
     assert world.bytes_sent == sent
 
 
 def test_a_leader_to_whom_nobody_is_pulled_sends_nothing():
-    world = World(LeaderSGD(**PERSISTENT), 4)
+    world = Ranks(LeaderSGD(**PERSISTENT), 4)
     x = [{"w": np.ones(100) * rank} for rank in range(4)]
     world.before_step(x, losses=[1, 2, 3, 4])
     assert world.bytes_sent == 32 + 800
@@ -203,7 +203,7 @@ def test_arrays_of_several_dtypes_are_packed():
 
 def test_a_loss_is_needed():
     with pytest.raises(CompressionError, match="losses"):
-        World(LeaderSGD(), 1).before_step([{"w": np.ones(1)}])
+        Ranks(LeaderSGD(), 1).before_step([{"w": np.ones(1)}])
 
 
 @pytest.mark.parametrize(

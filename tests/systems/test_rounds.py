@@ -10,7 +10,7 @@ import pytest
 from hvd_compress import RandomK, TopK
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError, NeedsTuning
-from hvd_compress.systems import Coordinator, World
+from hvd_compress.systems import Coordinator, Ranks
 from hvd_compress.systems.rounds import DiLoCo, LocalSGD, OuterSGD, SlowMo
 from hvd_compress.systems.rounds.rounds import cuts
 from tests.systems.quadratics import Quadratics
@@ -111,7 +111,7 @@ def vectors(method, steps, size=3, tensors=4, lr=0.1, seed=0):
     rng = np.random.default_rng(seed)
     names = [f"t{i}" for i in range(tensors)]
     targets = [{n: rng.normal(size=5) for n in names} for _ in range(size)]
-    world, x = World(method, size), [{n: np.zeros(5) for n in names} for _ in range(size)]
+    world, x = Ranks(method, size), [{n: np.zeros(5) for n in names} for _ in range(size)]
     found = []
     for _ in range(steps):
         gradients = [
@@ -192,7 +192,7 @@ def test_a_round_with_nan_is_lost_on_all_ranks(method):
 def test_nan_in_all_fragments_is_lost_at_once(delay, mix):
     """Or each fragment would make the others NaN again before it is their turn."""
     method = DiLoCo(PLAIN, sync_every=4, fragments=2, delay=delay, mix=mix)
-    names, world = ("a", "b"), World(method, 2)
+    names, world = ("a", "b"), Ranks(method, 2)
     x, lost = [{n: np.zeros(3) for n in names} for _ in range(2)], []
     for step in range(16):
         x = world.before_step(x, rates=dict.fromkeys(names, 0.1))
@@ -290,7 +290,7 @@ def test_nan_reaches_all_ranks_where_there_is_nothing_to_go_back_to():
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_dtypes_are_kept_and_half_precisions_add_up_in_more(dtype):
-    world = World(DiLoCo(sync_every=1), 2)
+    world = Ranks(DiLoCo(sync_every=1), 2)
     x = [{"w": np.full(3, 1, dtype)} for _ in range(2)]
     x = world.after_step(world.before_step(x))
     assert x[0]["w"].dtype == dtype
@@ -298,7 +298,7 @@ def test_dtypes_are_kept_and_half_precisions_add_up_in_more(dtype):
 
 
 def test_parameters_may_be_changed_in_place():
-    world = World(DiLoCo(sync_every=1), 1)
+    world = Ranks(DiLoCo(sync_every=1), 1)
     x = world.after_step(world.before_step([{"w": np.ones(2)}]))
     anchor = world.states[0]["anchor"]["w"].copy()
     x[0]["w"] += 1
@@ -357,7 +357,7 @@ def test_errors_name_the_option(make, words):
 
 
 def test_slowmo_needs_a_learning_rate():
-    world = World(SlowMo(sync_every=1), 1)
+    world = Ranks(SlowMo(sync_every=1), 1)
     x = world.before_step([{"w": np.ones(1)}])
     with pytest.raises(ConfigError, match="divides by the learning rate"):
         world.after_step(x)

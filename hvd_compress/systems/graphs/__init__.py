@@ -2,7 +2,7 @@
 neighbours only."""
 
 from hvd_compress.systems.base import methods_in
-from hvd_compress.systems.graphs.base import DecentralizedMethod, Network, mix
+from hvd_compress.systems.graphs.base import DecentralizedMethod, Neighborhood, mix
 from hvd_compress.systems.graphs.compressed import LEAD, ChocoSGD, blockwise
 from hvd_compress.systems.graphs.diffusion import (
     DGD,
@@ -56,7 +56,7 @@ __all__ = [
     "GradientTracking",
     "Grid",
     "Line",
-    "Network",
+    "Neighborhood",
     "OnePeerExponential",
     "PushDIGing",
     "Star",

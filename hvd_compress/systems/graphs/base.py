@@ -57,7 +57,7 @@ def as_codec(codec: Any) -> Codec:
     return found
 
 
-class Network(NamedTuple):
+class Neighborhood(NamedTuple):
     """A rank's part of the graph of a step.
 
     Attributes:
@@ -79,14 +79,14 @@ class Network(NamedTuple):
     sources: tuple[int, ...]
     weights: tuple[float, ...]
 
-    def lazy(self) -> Network:
+    def lazy(self) -> Neighborhood:
         """Return the network whose matrix is (I + W) / 2."""
         weights = tuple(w / 2 for w in self.weights)
         return self._replace(own=(1 + self.own) / 2, weights=weights)
 
 
 @functools.lru_cache(maxsize=4096)
-def network_of(topology: Topology, size: int, phase: int, rank: int, push: bool) -> Network:
+def network_of(topology: Topology, size: int, phase: int, rank: int, push: bool) -> Neighborhood:
     """Return a rank's part of the graph; ``push``: with column stochastic weights."""
     w = topology.push_weights(size, phase) if push else topology.weights(size, phase)
     graph = topology.graph(size, phase)
@@ -94,11 +94,11 @@ def network_of(topology: Topology, size: int, phase: int, rank: int, push: bool)
     targets = tuple(sorted(graph.successors(rank) if directed else graph.neighbors(rank)))
     sources = tuple(sorted(graph.predecessors(rank) if directed else graph.neighbors(rank)))
     weights = tuple(float(w[rank, source]) for source in sources)
-    return Network(rank, 1, float(w[rank, rank]), targets, sources, weights)
+    return Neighborhood(rank, 1, float(w[rank, rank]), targets, sources, weights)
 
 
 def mix(
-    x: Array, network: Network, coding: Coding = _WHOLE, seed: int = 0
+    x: Array, network: Neighborhood, coding: Coding = _WHOLE, seed: int = 0
 ) -> Generator[Neighbors, Any, tuple[Array, Array]]:
     """Send a flat array to the neighbours, and return it as they saw it, and the weighted sum of
     what all of them and this rank sent.
@@ -170,7 +170,7 @@ class DecentralizedMethod(TrainingMethod):
         return {}
 
     @abc.abstractmethod
-    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+    def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         """Return the next x and state.
 
         Args:
@@ -184,7 +184,7 @@ class DecentralizedMethod(TrainingMethod):
         """Return what the method's theory calls its iterate: x, for most."""
         return x
 
-    def network(self, rank: int, size: int, step: int) -> Network:
+    def network(self, rank: int, size: int, step: int) -> Neighborhood:
         """Return a rank's neighbours and weights in a step, from 1.
 
         Raises:

@@ -15,7 +15,7 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.meetings.codes import codes
 from hvd_compress.systems.graphs.base import (
     DecentralizedMethod,
-    Network,
+    Neighborhood,
     Update,
     Vectors,
     as_codec,
@@ -113,7 +113,7 @@ class LEAD(DecentralizedMethod, name="lead"):
     def start(self, x: Array) -> Vectors:
         return {"dual": x * 0, "h": x * 0, "mixed_h": x * 0}
 
-    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+    def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         assert self.codec is not None
         h, mixed_h = state["h"], state["mixed_h"]
         z = local - state["dual"]
@@ -183,7 +183,7 @@ class ChocoSGD(DecentralizedMethod, name="choco_sgd"):
     def start(self, x: Array) -> Vectors:
         return {"copy": x * 0, "mixed": x * 0}
 
-    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+    def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         seen, total = yield from mix(local - state["copy"], network, codes(self.codec), self.seed)
         copy, mixed = state["copy"] + seen, state["mixed"] + total
         return local + self.gamma * (mixed - copy), {"copy": copy, "mixed": mixed}

@@ -7,7 +7,7 @@ import dataclasses
 
 from hvd_compress.base import Array
 from hvd_compress.config import converted
-from hvd_compress.systems.graphs.base import DecentralizedMethod, Network, Update, Vectors, mix
+from hvd_compress.systems.graphs.base import DecentralizedMethod, Neighborhood, Update, Vectors, mix
 from hvd_compress.systems.graphs.proximal import Proximal
 from hvd_compress.systems.graphs.topologies import Cycle, Topology, as_topology
 
@@ -36,7 +36,7 @@ class Diffusion(DecentralizedMethod, name="diffusion"):
 
     topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
 
-    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+    def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         _, mixed = yield from mix(local, network)
         return mixed, {}
 
@@ -63,7 +63,7 @@ class CTADiffusion(DecentralizedMethod, name="cta_diffusion"):
     def start(self, x: Array) -> Vectors:
         return {"adapted": x}
 
-    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+    def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         _, mixed = yield from mix(local, network)
         return mixed, {"adapted": local}
 
@@ -90,7 +90,7 @@ class DGD(DecentralizedMethod, name="dgd"):
 
     topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
 
-    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+    def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         _, mixed = yield from mix(x, network)
         return mixed + (local - x), {}
 
@@ -132,7 +132,7 @@ class ExactDiffusion(DecentralizedMethod, name="exact_diffusion"):
     def start(self, x: Array) -> Vectors:
         return {"correction": x * 0}
 
-    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+    def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         _, mixed = yield from mix(local + state["correction"], network.lazy())
         return mixed, {"correction": mixed - local}
 
@@ -153,7 +153,7 @@ class NIDS(ExactDiffusion, name="nids"):
     array([1.5, 1.5, 1.5, 1.5])
     """
 
-    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+    def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         if network.step == 1:
             return local, state
         return (yield from super().update(x, local, state, network))
@@ -193,7 +193,7 @@ class EXTRA(DecentralizedMethod, name="extra"):
     def start(self, x: Array) -> Vectors:
         return {"correction": x * 0}
 
-    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+    def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         _, mixed = yield from mix(x, network)
         correction = state["correction"]
         new = {"correction": correction + (mixed - x) / 2}

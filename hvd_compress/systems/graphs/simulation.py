@@ -11,7 +11,7 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
 from hvd_compress.systems.coordinator import Coordinator
 from hvd_compress.systems.graphs.base import DecentralizedMethod
-from hvd_compress.systems.world import World
+from hvd_compress.systems.ranks import Ranks
 
 #: ``gradient(rank, x, step)``; steps count from 0
 Gradient = Callable[[int, np.ndarray, int], np.ndarray]
@@ -47,21 +47,21 @@ def simulate(
     """
     _check(steps, rate)
     x = [{_X: np.array(row)} for row in start]
-    world, size = World(method, len(x)), len(x)
+    ranks, size = Ranks(method, len(x)), len(x)
     iterates = np.stack([own[_X] for own in x])
     for step in range(steps):
-        x = world.before_step(x, rates={_X: rate})
+        x = ranks.before_step(x, rates={_X: rate})
         x = [
             {_X: own[_X] - float(rate) * gradient(rank, own[_X], step)}
             for rank, own in enumerate(x)
         ]
-        x = world.after_step(x)
+        x = ranks.after_step(x)
         if center and hasattr(method, "centered"):
-            flat = [{key: arrays[_X] for key, arrays in s.items()} for s in world.states]
-            world.states = [
+            flat = [{key: arrays[_X] for key, arrays in s.items()} for s in ranks.states]
+            ranks.states = [
                 {key: {_X: array} for key, array in own.items()} for own in method.centered(flat)
             ]
-        iterates = np.stack([_solution(method, x[r][_X], world.states[r]) for r in range(size)])
+        iterates = np.stack([_solution(method, x[r][_X], ranks.states[r]) for r in range(size)])
         if observe is not None:
             observe(step + 1, iterates)
     return iterates

@@ -7,7 +7,7 @@ import dataclasses
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.config import check_choice, converted
-from hvd_compress.systems.graphs.base import DecentralizedMethod, Network, Update, Vectors, mix
+from hvd_compress.systems.graphs.base import DecentralizedMethod, Neighborhood, Update, Vectors, mix
 from hvd_compress.systems.graphs.topologies import (
     Cycle,
     StaticExponential,
@@ -51,7 +51,7 @@ class GradientTracking(DecentralizedMethod, name="gradient_tracking"):
     def start(self, x: Array) -> Vectors:
         return {"tracker": x * 0, "step": x * 0}
 
-    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+    def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         step = local - x
         tracker = state["tracker"] + step - state["step"]
         if self.form == "atc":
@@ -96,7 +96,7 @@ class PushDIGing(DecentralizedMethod, name="push_diging"):
     def start(self, x: Array) -> Vectors:
         return {"tracker": x * 0, "step": x * 0, "mass": backend_of(x).full_like(x, 1.0)}
 
-    def update(self, x: Array, local: Array, state: Vectors, network: Network) -> Update:
+    def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         xp = backend_of(x)
         n, step, mass = xp.size(x), local - x, state["mass"]
         tracker = state["tracker"] + step - state["step"]

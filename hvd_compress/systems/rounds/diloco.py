@@ -50,10 +50,10 @@ class DiLoCo(Rounds, name="diloco"):
 
     Reference: Douillard et al., 2023 and 2025 (streaming).
 
-    >>> from hvd_compress.systems import World, rounds
-    >>> world = World(rounds.DiLoCo(sync_every=1), size=2)
-    >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])
-    >>> x = world.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
+    >>> from hvd_compress.systems import Ranks, rounds
+    >>> ranks = Ranks(rounds.DiLoCo(sync_every=1), size=2)
+    >>> x = ranks.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])
+    >>> x = ranks.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
     >>> x[0]["w"]  # 0 - 0.7 (1 + 0.9) * the mean of 1 and 3
     array([-2.66])
     """

@@ -55,12 +55,12 @@ class EASGD(TrainingMethod, name="easgd"):
 
     Reference: Zhang, Choromanska, LeCun, NeurIPS 2015.
 
-    >>> from hvd_compress.systems import World, rounds
-    >>> world = World(rounds.EASGD(sync_every=2, beta=0.5), size=2)
-    >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])
-    >>> x = world.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
-    >>> x = world.before_step(x)  # the force, before the second local step
-    >>> x[0]["w"], x[1]["w"], world.states[0]["centre"]["w"]
+    >>> from hvd_compress.systems import Ranks, rounds
+    >>> ranks = Ranks(rounds.EASGD(sync_every=2, beta=0.5), size=2)
+    >>> x = ranks.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])
+    >>> x = ranks.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
+    >>> x = ranks.before_step(x)  # the force, before the second local step
+    >>> x[0]["w"], x[1]["w"], ranks.states[0]["centre"]["w"]
     (array([-0.75]), array([-2.25]), array([-1.]))
     """
 
@@ -143,10 +143,10 @@ class EAMSGD(EASGD, name="eamsgd"):
 
     Reference: Zhang, Choromanska, LeCun, NeurIPS 2015.
 
-    >>> from hvd_compress.systems import World, rounds
-    >>> world, start = World(rounds.EAMSGD(sync_every=1, alpha=0.5), size=1), {"w": np.zeros(1)}
-    >>> x = world.after_step([{"w": world.before_step([start])[0]["w"] - 1}])
-    >>> world.before_step(x, lookahead=[{"w": np.array([-0.5])}])  # the force acts at -1 + 0.5
+    >>> from hvd_compress.systems import Ranks, rounds
+    >>> ranks, start = Ranks(rounds.EAMSGD(sync_every=1, alpha=0.5), size=1), {"w": np.zeros(1)}
+    >>> x = ranks.after_step([{"w": ranks.before_step([start])[0]["w"] - 1}])
+    >>> ranks.before_step(x, lookahead=[{"w": np.array([-0.5])}])  # the force acts at -1 + 0.5
     [{'w': array([-0.75])}]
     """
 

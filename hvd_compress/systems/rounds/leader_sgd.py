@@ -84,9 +84,9 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
 
     Reference: Teng et al., NeurIPS 2019.
 
-    >>> from hvd_compress.systems import World, rounds
-    >>> world = World(rounds.LeaderSGD(global_every=1, local_every=1, local_pull=0), size=2)
-    >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.ones(1)}], losses=[0.5, 0.2])
+    >>> from hvd_compress.systems import Ranks, rounds
+    >>> ranks = Ranks(rounds.LeaderSGD(global_every=1, local_every=1, local_pull=0), size=2)
+    >>> x = ranks.before_step([{"w": np.zeros(1)}, {"w": np.ones(1)}], losses=[0.5, 0.2])
     >>> x[0]["w"], x[1]["w"]  # rank 1 leads
     (array([0.1]), array([1.]))
     """

@@ -35,10 +35,10 @@ class LocalSGD(Rounds, name="local_sgd"):
 
     Reference: Stich, ICLR 2019; Lin et al., ICLR 2020 (post-local SGD).
 
-    >>> from hvd_compress.systems import World, rounds
-    >>> world = World(rounds.LocalSGD(sync_every=1), size=2)
-    >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])
-    >>> x = world.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
+    >>> from hvd_compress.systems import Ranks, rounds
+    >>> ranks = Ranks(rounds.LocalSGD(sync_every=1), size=2)
+    >>> x = ranks.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])
+    >>> x = ranks.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
     >>> x[0]["w"]
     array([-2.])
     """

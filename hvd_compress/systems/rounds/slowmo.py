@@ -35,10 +35,10 @@ class SlowMo(Rounds, name="slowmo"):
 
     Reference: Wang et al., ICLR 2020.
 
-    >>> from hvd_compress.systems import World, rounds
-    >>> world = World(rounds.SlowMo(sync_every=1, momentum=0.5), size=2)
-    >>> x = world.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}], rates={"w": 0.1})
-    >>> x = world.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
+    >>> from hvd_compress.systems import Ranks, rounds
+    >>> ranks = Ranks(rounds.SlowMo(sync_every=1, momentum=0.5), size=2)
+    >>> x = ranks.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}], rates={"w": 0.1})
+    >>> x = ranks.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
     >>> x[0]["w"]
     array([-2.])
     """

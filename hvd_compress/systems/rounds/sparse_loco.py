@@ -43,10 +43,10 @@ class SparseLoCo(Rounds, name="sparse_loco"):
 
     Reference: Sarfi et al., arXiv 2508.15706.
 
-    >>> from hvd_compress.systems import World, rounds
-    >>> world = World(rounds.SparseLoCo(sync_every=1, density=0.5, values="float32"), size=2)
-    >>> x = world.before_step([{"w": np.zeros(2)}, {"w": np.zeros(2)}])
-    >>> x = world.after_step([{"w": np.array([-1.0, -0.5])}, {"w": np.array([-3.0, -0.5])}])
+    >>> from hvd_compress.systems import Ranks, rounds
+    >>> ranks = Ranks(rounds.SparseLoCo(sync_every=1, density=0.5, values="float32"), size=2)
+    >>> x = ranks.before_step([{"w": np.zeros(2)}, {"w": np.zeros(2)}])
+    >>> x = ranks.after_step([{"w": np.array([-1.0, -0.5])}, {"w": np.array([-3.0, -0.5])}])
     >>> x[0]["w"]  # 0 - 2 * the mean of 1 and 3; 0.5 waits
     array([-4.,  0.])
     """

@@ -7,7 +7,7 @@ and return messages, and :class:`Simulation` runs them in one process in a scrip
 
 from hvd_compress.systems.servers.messages import ServerStats
 from hvd_compress.systems.servers.optimizers import SGD, Adam
-from hvd_compress.systems.servers.pieces import Piece, joined, pieces_of, taken_from
+from hvd_compress.systems.servers.pieces import ServerPiece, joined, pieces_of, taken_from
 from hvd_compress.systems.servers.rules import Rules
 from hvd_compress.systems.servers.server import Link, Server
 from hvd_compress.systems.servers.simulation import Simulation
@@ -16,9 +16,9 @@ __all__ = [
     "SGD",
     "Adam",
     "Link",
-    "Piece",
     "Rules",
     "Server",
+    "ServerPiece",
     "ServerStats",
     "Simulation",
     "joined",

@@ -12,7 +12,7 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Compressor, Context, Sparse, State
 from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
-from hvd_compress.systems.servers.messages import Arrays
+from hvd_compress.systems.base import Arrays
 from hvd_compress.systems.servers.rules import Rules
 
 

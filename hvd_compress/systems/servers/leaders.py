@@ -17,23 +17,23 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from hvd_compress.systems.base import all_finite
+from hvd_compress.systems.base import Arrays, all_finite
 from hvd_compress.systems.rounds.groups import Groups, groups_of
 from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
-from hvd_compress.systems.servers.ends import Reply, ServerEnd, WorkerEnd
 from hvd_compress.systems.servers.messages import (
-    Arrays,
     MessageKind,
+    Reply,
+    ServerEnd,
     ServerMessage,
+    WorkerEnd,
     arrays_of,
     bytes_of,
 )
-from hvd_compress.systems.servers.pieces import added
 
 
 class Role(enum.IntFlag):
@@ -98,12 +98,11 @@ class LeaderServer(ServerEnd):
         self._has = dict.fromkeys([(w, role) for w in self.active for role in self._pulls], 0)
         self._last: dict[int, Arrays] = {}  # parameters of workers that have left
 
-    def _left(self, worker: int, message: ServerMessage) -> list[Reply]:
-        if message.parts:
-            own = arrays_of(message.parts, self.parameters, f"worker {worker}")
+    def _left(self, worker: int, parts: Sequence[np.ndarray]) -> None:
+        if parts:
+            own = arrays_of(parts, self.parameters, f"worker {worker}")
             self.stats.non_finite += not all_finite(own)
             self._last[worker] = own
-        return self._without(worker)
 
     def _returned(self, worker: int, message: ServerMessage) -> list[Reply]:
         self.active.add(worker)
@@ -133,7 +132,8 @@ class LeaderServer(ServerEnd):
             last = max(self._leader.values(), key=lambda leader: leader.number)
             found = [arrays_of(last.parts, self.parameters, "the leader")]
         found = found or everyone or [self.parameters]
-        totals = {name: added([own[name] for own in found]) for name in self.parameters}
+        first, *others = found
+        totals = {name: sum((own[name] for own in others), x) for name, x in first.items()}
         return {name: (x / len(found)).astype(x.dtype) for name, x in totals.items()}
 
     def _led(self, worker: int, role: Role) -> tuple[int, ...]:

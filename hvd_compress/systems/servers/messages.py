@@ -1,6 +1,6 @@
-"""Messages between workers and servers: their frame, and arrays and statistics in them.
+"""Messages between workers and servers, and the ends of their way that all kinds of servers have.
 
-All numbers are little-endian::
+A frame, in which all numbers are little-endian::
 
     offset  type    field
     0               the header: kind 5, what the message is (see :class:`MessageKind`), a flag,
@@ -13,6 +13,7 @@ All numbers are little-endian::
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import enum
 import json
@@ -24,10 +25,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hvd_compress.errors import PayloadError
+from hvd_compress.systems.base import Arrays
 from hvd_compress.wire import header
 from hvd_compress.wire.header import START, Header, failing, opened
-
-Arrays = dict[str, np.ndarray]
 
 _FIXED = START + 8
 _CAUSES = "the ranks do not run the same version with the same options of the parameter server"
@@ -105,16 +105,6 @@ def bytes_of(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
-def array_of(part: np.ndarray, like: np.ndarray, sender: str) -> np.ndarray:
-    """Return an array of the shape and dtype of another from its bytes."""
-    if part.nbytes != like.nbytes:
-        raise PayloadError(
-            f"bad payload from {sender}: {part.nbytes} bytes where {like.nbytes} were expected: "
-            "the ranks' models or options differ"
-        )
-    return part.view(like.dtype).reshape(like.shape)
-
-
 def arrays_of(parts: Iterable[np.ndarray], like: Mapping[str, np.ndarray], sender: str) -> Arrays:
     """Return copies of arrays of these names, shapes and dtypes from the parts of a message."""
     parts = list(parts)
@@ -123,10 +113,15 @@ def arrays_of(parts: Iterable[np.ndarray], like: Mapping[str, np.ndarray], sende
             f"bad payload from {sender}: {len(parts)} parts for {len(like)} parameters: the ranks' "
             "models differ"
         )
-    return {
-        name: array_of(part, x, sender).copy()
-        for (name, x), part in zip(like.items(), parts, strict=True)
-    }
+    found = {}
+    for (name, x), part in zip(like.items(), parts, strict=True):
+        if part.nbytes != x.nbytes:
+            raise PayloadError(
+                f"bad payload from {sender}: {part.nbytes} bytes where {x.nbytes} were expected: "
+                "the ranks' models or options differ"
+            )
+        found[name] = part.view(x.dtype).reshape(x.shape).copy()
+    return found
 
 
 @dataclasses.dataclass
@@ -161,13 +156,6 @@ class ServerStats:
     failed: list[int] = dataclasses.field(default_factory=list)
     returned: list[int] = dataclasses.field(default_factory=list)
 
-    def left(self, worker: int, failed: bool) -> None:
-        """Note that a worker has left, which may have been taken for lost."""
-        if worker in self.lost:
-            self.lost.remove(worker)
-        if failed:
-            self.failed.append(worker)
-
     def to_bytes(self) -> np.ndarray:
         return np.frombuffer(json.dumps(vars(self)).encode(), np.uint8)
 
@@ -183,3 +171,146 @@ class ServerStats:
     def mean_staleness(self) -> float:
         total = self.staleness.total()
         return sum(tau * count for tau, count in self.staleness.items()) / total if total else 0.0
+
+
+class Reply(NamedTuple):
+    """A frame to a worker."""
+
+    worker: int
+    frame: np.ndarray
+
+
+class ServerEnd(abc.ABC):
+    """A server.  It talks to no network: it takes frames and returns frames.
+
+    Its ``options`` are those of all workers, by their text; ``waiting`` has the workers that wait
+    for a reply, and whether their gradient was taken.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, np.ndarray], workers: Iterable[int], options: object
+    ) -> None:
+        self.parameters: Arrays = {name: np.array(x) for name, x in parameters.items()}
+        self.active = set(workers)
+        self.waiting: dict[int, bool] = {}
+        self.stats = ServerStats()
+        self._tag = tag_of(options)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no worker is left."""
+        return not self.active
+
+    def receive(self, worker: int, frame: np.ndarray) -> list[Reply]:
+        """Take a frame, and return the replies that are due now, to this worker or others.
+
+        Raises:
+            PayloadError: the frame is damaged, or of other rules.
+        """
+        message = decode(frame, self._tag, f"worker {worker}")
+        if worker in self.stats.lost:
+            self.stats.lost.remove(worker)
+        if message.kind is MessageKind.LEAVE:
+            if message.flag:
+                self.stats.failed.append(worker)
+            self._left(worker, message.parts)
+            return self._without(worker)
+        self.stats.bytes_up += frame.nbytes
+        self.stats.pushes += 1
+        if worker in self.active:
+            return self._pushed(worker, message)
+        self.stats.returned.append(worker)
+        return self._returned(worker, message)
+
+    def lose(self, worker: int) -> list[Reply]:
+        """Do without a worker that was silent too long; if it comes back, it goes on from the
+        parameters of then."""
+        if worker in self.active:
+            self.stats.lost.append(worker)
+        return self._without(worker)
+
+    def end(self) -> np.ndarray:
+        """Return the last frame, with the last parameters and the statistics."""
+        arrays = [bytes_of(x) for x in self._last_parameters().values()]
+        return encode(
+            ServerMessage(MessageKind.END, parts=[self.stats.to_bytes(), *arrays]), self._tag
+        )
+
+    def _to(self, worker: int, message: ServerMessage) -> Reply:
+        frame = encode(message, self._tag)
+        self.stats.bytes_down += frame.nbytes
+        return Reply(worker, frame)
+
+    def _last_parameters(self) -> Arrays:
+        return self.parameters
+
+    def _left(self, worker: int, parts: Sequence[np.ndarray]) -> None:
+        """Take what goes with the news that a worker leaves."""
+        return
+
+    def _without(self, worker: int) -> list[Reply]:
+        """Go on without a worker."""
+        self.active.discard(worker)
+        return []
+
+    @abc.abstractmethod
+    def _pushed(self, worker: int, message: ServerMessage) -> list[Reply]:
+        """Take what a worker has pushed."""
+
+    @abc.abstractmethod
+    def _returned(self, worker: int, message: ServerMessage) -> list[Reply]:
+        """Take up a worker that was taken for lost."""
+
+
+class WorkerEnd(abc.ABC):
+    """A worker's end of the way to one server."""
+
+    def __init__(
+        self, parameters: Mapping[str, np.ndarray], options: object, server: str = "the server"
+    ) -> None:
+        self.parameters: Arrays = {name: np.array(x) for name, x in parameters.items()}
+        self.stats: ServerStats | None = None
+        self.bytes_sent = self.bytes_received = 0
+        self._server, self._tag = server, tag_of(options)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the server has said that there is nothing more to do."""
+        return self.stats is not None
+
+    def leave(self, *, failed: bool = False) -> np.ndarray:
+        """Return the frame that says that this worker sends no more."""
+        parts = [] if failed else self._last_parts()
+        return encode(ServerMessage(MessageKind.LEAVE, int(failed), parts=parts), self._tag)
+
+    def receive(self, frame: np.ndarray) -> bool:
+        """Take a frame of the server, and return whether it is the one that was waited for: a reply
+        to a push, or the end.
+
+        Raises:
+            PayloadError: the frame is damaged, or of other rules.
+        """
+        message = decode(frame, self._tag, self._server)
+        if message.kind is MessageKind.BEAT:
+            return False
+        self.bytes_received += frame.nbytes
+        if message.kind is MessageKind.END:
+            head, *parts = message.parts
+            self.stats = ServerStats.from_bytes(head)
+            self.parameters = arrays_of(parts, self.parameters, self._server)
+        else:
+            self._replied(message)
+        return True
+
+    def _sent(self, message: ServerMessage) -> np.ndarray:
+        frame = encode(message, self._tag)
+        self.bytes_sent += frame.nbytes
+        return frame
+
+    def _last_parts(self) -> Sequence[np.ndarray]:
+        """Return what goes with the news that this worker leaves."""
+        return []
+
+    @abc.abstractmethod
+    def _replied(self, message: ServerMessage) -> None:
+        """Take the reply to a push."""

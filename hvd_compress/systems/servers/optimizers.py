@@ -114,12 +114,6 @@ class Adam(adam.AdamFormula):
         return w - step, {"exp_avg": m, "exp_avg_sq": v}
 
 
-def as_server_optimizer(optimizer: Formula | ServerOptimizer) -> ServerOptimizer:
-    """Return what steps on a server's pieces, for a formula such as ``SGD(lr=0.1)``, one of
-    :mod:`hvd_compress.optimizers` among them."""
-    return PieceOptimizer(optimizer) if isinstance(optimizer, Formula) else optimizer
-
-
 @dataclasses.dataclass
 class ElasticCentre:
     """The optimizer of asynchronous elastic averaging (Zhang, Choromanska, LeCun; 2015): the

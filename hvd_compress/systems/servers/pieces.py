@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_compress.systems.servers.messages import Arrays
+from hvd_compress.systems.base import Arrays
 
 
-class Piece(NamedTuple):
+class ServerPiece(NamedTuple):
     """Rows of a parameter, which a server owns.
 
     Attributes:
@@ -19,7 +19,7 @@ class Piece(NamedTuple):
         start, stop: the rows along the first dimension, the last one excluded.
 
     >>> pieces_of({"w": np.zeros((4, 2))}, servers=2)[1]
-    [Piece(name='w[2:4]', tensor='w', start=2, stop=4)]
+    [ServerPiece(name='w[2:4]', tensor='w', start=2, stop=4)]
     """
 
     name: str
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-def pieces_of(arrays: Mapping[str, np.ndarray], servers: int) -> list[list[Piece]]:
+def pieces_of(arrays: Mapping[str, np.ndarray], servers: int) -> list[list[ServerPiece]]:
     """Return the pieces of each server: consecutive ones, of as many bytes as rows allow.
 
     Rows are cut along the first dimension, so matrices stay matrices.  Arrays without elements
@@ -43,7 +43,7 @@ def pieces_of(arrays: Mapping[str, np.ndarray], servers: int) -> list[list[Piece
     [['w[0:2]'], ['w[2:4]', 'b']]
     """
     total = sum(x.nbytes for x in arrays.values())
-    found: list[list[Piece]] = [[] for _ in range(servers)]
+    found: list[list[ServerPiece]] = [[] for _ in range(servers)]
     offset = 0
     for tensor, x in arrays.items():
         rows = len(x) if x.ndim else 1
@@ -57,37 +57,23 @@ def pieces_of(arrays: Mapping[str, np.ndarray], servers: int) -> list[list[Piece
             )
             if start < stop:
                 name = tensor if (start, stop) == (0, rows) else f"{tensor}[{start}:{stop}]"
-                own.append(Piece(name, tensor, start, stop))
+                own.append(ServerPiece(name, tensor, start, stop))
         offset += x.nbytes
     return found
 
 
-def taken_from(arrays: Mapping[str, np.ndarray], pieces: Sequence[Piece]) -> Arrays:
-    """Return the ``pieces`` of ``arrays``, by the name of the piece: views."""
-    return {
-        piece.name: arrays[piece.tensor][piece.start : piece.stop]
-        if arrays[piece.tensor].ndim
-        else arrays[piece.tensor]
-        for piece in pieces
-    }
-
-
-def gradients_of(gradients: Mapping[str, np.ndarray | None], pieces: Sequence[Piece]) -> Arrays:
-    """Return the pieces of gradients, by the name of the piece, without those that are ``None``."""
-    there = {name: x for name, x in gradients.items() if x is not None}
-    return taken_from(there, [piece for piece in pieces if piece.tensor in there])
-
-
-def added(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the sum of arrays, one after the other."""
-    total = arrays[0]
-    for other in arrays[1:]:
-        total = total + other
-    return total
+def taken_from(arrays: Mapping[str, np.ndarray | None], pieces: Sequence[ServerPiece]) -> Arrays:
+    """Return the ``pieces`` of ``arrays`` that are there, and not ``None``, by the name of the
+    piece: views."""
+    found = {}
+    for name, tensor, start, stop in pieces:
+        if (whole := arrays.get(tensor)) is not None:
+            found[name] = whole[start:stop] if whole.ndim else whole
+    return found
 
 
 def joined(
-    found: Mapping[str, np.ndarray], pieces: Sequence[Piece], into: Mapping[str, np.ndarray]
+    found: Mapping[str, np.ndarray], pieces: Sequence[ServerPiece], into: Mapping[str, np.ndarray]
 ) -> None:
     """Undo :func:`taken_from`.
 
@@ -107,7 +93,7 @@ def joined(
 def assembled(
     start: Mapping[str, np.ndarray],
     found: Sequence[Mapping[str, np.ndarray]],
-    pieces: Sequence[Sequence[Piece]],
+    pieces: Sequence[Sequence[ServerPiece]],
 ) -> Arrays:
     """Return whole arrays: copies of ``start`` with the pieces of each server in their places."""
     whole = {name: x.copy() for name, x in start.items()}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
 
 from hvd_compress.base import Compressor
-from hvd_compress.config import Configurable, check_choice, converted, is_number, is_whole
+from hvd_compress.config import Configurable, check_choice, check_whole, converted, is_number
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods import NoCompression, as_fixed
+from hvd_compress.methods import NoCompression
+from hvd_compress.systems.base import checked_compression
 
 MODES = ("sync", "async", "bounded")
 CORRECTIONS = ("none", "divide", "compensate", "compensate_adaptive")
@@ -16,14 +17,7 @@ CORRECTIONS = ("none", "divide", "compensate", "compensate_adaptive")
 _LAM = {"compensate": 0.04, "compensate_adaptive": 2.0}
 
 
-def _checked(compression: Any) -> Compressor:
-    method = as_fixed(compression)
-    if method.partner is not None:
-        raise ConfigError(
-            f"compression={method.name!r} hands out the momenta of {method.partner}, and a server "
-            "takes gradients; use for instance compression='topk:density=0.01'"
-        )
-    return method
+_as_compression = functools.partial(checked_compression, sent="a server takes gradients")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,24 +59,23 @@ class Rules(Configurable, kind="parameter server", name="rules"):
     correction: str = "none"
     lam: float | None = None
     compression: Compressor = dataclasses.field(
-        default=NoCompression(), metadata=converted(_checked)
+        default=NoCompression(), metadata=converted(_as_compression)
     )
     compression_down: Compressor = dataclasses.field(
-        default=NoCompression(), metadata=converted(_checked)
+        default=NoCompression(), metadata=converted(_as_compression)
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("mode", self.mode, MODES)
         check_choice("correction", self.correction, CORRECTIONS)
-        if not is_whole(self.backup) or self.backup < 0:
-            raise ConfigError(f"backup must be a whole number from 0; got {self.backup!r}")
+        check_whole("backup", self.backup, 0)
         if self.backup and self.mode != "sync":
             raise ConfigError(f"backup={self.backup} needs mode='sync': in others nobody waits")
         if (self.staleness is None) == (self.mode == "bounded"):
             raise ConfigError("staleness=, and nothing but it, makes mode='bounded': pass both")
-        if self.staleness is not None and (not is_whole(self.staleness) or self.staleness < 0):
-            raise ConfigError(f"staleness must be a whole number from 0; got {self.staleness!r}")
+        if self.staleness is not None:
+            check_whole("staleness", self.staleness, 0)
         if self.correction != "none" and self.mode == "sync":
             raise ConfigError("correction= is for late gradients, and mode='sync' has none")
         if self.lam is None:

@@ -11,18 +11,18 @@ import numpy as np
 from hvd_compress.base import State
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.optimizers.base import Formula
-from hvd_compress.systems.base import all_finite
+from hvd_compress.systems.base import Arrays, all_finite
 from hvd_compress.systems.servers.coding import coders
-from hvd_compress.systems.servers.ends import Reply, ServerEnd, WorkerEnd
 from hvd_compress.systems.servers.messages import (
-    Arrays,
     MessageKind,
+    Reply,
+    ServerEnd,
     ServerMessage,
+    WorkerEnd,
     arrays_of,
     bytes_of,
 )
-from hvd_compress.systems.servers.optimizers import ServerOptimizer, as_server_optimizer
-from hvd_compress.systems.servers.pieces import added
+from hvd_compress.systems.servers.optimizers import PieceOptimizer, ServerOptimizer
 from hvd_compress.systems.servers.rules import Rules
 
 _DECAY, _EPS = 0.95, 1e-7  # of the adaptive compensation
@@ -65,7 +65,10 @@ class Server(ServerEnd):
         nesterov: bool = False,
     ) -> None:
         super().__init__(parameters, workers, rules)
-        self.optimizer, self.rules = as_server_optimizer(optimizer), rules
+        self.rules = rules
+        self.optimizer: ServerOptimizer = (
+            PieceOptimizer(optimizer) if isinstance(optimizer, Formula) else optimizer
+        )
         self._version = 0
         self._base = dict.fromkeys(self.active, 0)  # the version that a worker has
         self._clock = dict.fromkeys(self.active, 0)  # its steps
@@ -131,7 +134,7 @@ class Server(ServerEnd):
             mean = {}
             for name in self.parameters:
                 if parts := [own[name] for own in found.values() if name in own]:
-                    mean[name] = added(parts) / len(found)
+                    mean[name] = sum(parts[1:], parts[0]) / len(found)
             self.optimizer.step(self.parameters, mean, self._arrived[next(iter(found))][1])
             self.stats.updates += 1
         self._arrived.clear()

@@ -9,10 +9,10 @@ import numpy as np
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers.base import Formula
-from hvd_compress.systems.servers.ends import Reply
-from hvd_compress.systems.servers.messages import Arrays
+from hvd_compress.systems.base import Arrays
+from hvd_compress.systems.servers.messages import Reply
 from hvd_compress.systems.servers.optimizers import ServerOptimizer
-from hvd_compress.systems.servers.pieces import assembled, gradients_of, pieces_of, taken_from
+from hvd_compress.systems.servers.pieces import assembled, pieces_of, taken_from
 from hvd_compress.systems.servers.rules import Rules
 from hvd_compress.systems.servers.server import Link, Server
 
@@ -98,7 +98,7 @@ class Simulation:
             for server, link, pieces in zip(
                 self.servers, self.links[worker], self._pieces, strict=True
             ):
-                frame = link.push(gradients_of(gradients, pieces))
+                frame = link.push(taken_from(gradients, pieces))
                 self._deliver(server, server.receive(worker, frame))
 
     def leave(self, worker: int) -> None:

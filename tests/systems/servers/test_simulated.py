@@ -24,7 +24,7 @@ from hvd_compress.systems.servers import (
     taken_from,
 )
 from hvd_compress.systems.servers.coding import LinkCoder
-from hvd_compress.systems.servers.optimizers import as_server_optimizer
+from hvd_compress.systems.servers.optimizers import PieceOptimizer
 from tests.systems.servers import Recorder
 
 
@@ -535,7 +535,7 @@ def test_optimizers_are_those_of_torch(ours, theirs):
     x = {"x": rng.standard_normal(20)}
     p = torch.nn.Parameter(torch.tensor(x["x"]))
     optimizer = getattr(torch.optim, name)([p], **options)
-    stepping = as_server_optimizer(ours)
+    stepping = PieceOptimizer(ours)
     for _ in range(5):
         g = rng.standard_normal(20)
         p.grad = torch.tensor(g)

@@ -18,11 +18,13 @@ from hvd_compress.errors import CollectiveTimeout, ConfigError
 from hvd_compress.mpi.dense.payloads import broadcast
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.mailbox import Mailbox
-from hvd_compress.systems.servers.ends import Reply, ServerEnd, WorkerEnd
 from hvd_compress.systems.servers.messages import (
     MessageKind,
+    Reply,
+    ServerEnd,
     ServerMessage,
     ServerStats,
+    WorkerEnd,
     encode,
     tag_of,
 )

@@ -24,7 +24,7 @@ from hvd_compress.systems.base import (
 )
 
 
-class World:
+class Ranks:
     """Ranks that advance together, one request at a time.
 
     Args:
@@ -44,11 +44,11 @@ class World:
         exchanges: the number of steps so far in which ranks exchanged something.
         bytes_sent: bytes that rank 0 has sent.
 
-    >>> world = World(LocalSGD(sync_every=2), size=2)
+    >>> ranks = Ranks(LocalSGD(sync_every=2), size=2)
     >>> x = [{"w": np.array([0.0])}, {"w": np.array([4.0])}]
     >>> for _ in range(2):
-    ...     x = world.after_step(world.before_step(x))
-    >>> x[0]["w"], world.exchanges, world.bytes_sent
+    ...     x = ranks.after_step(ranks.before_step(x))
+    >>> x[0]["w"], ranks.exchanges, ranks.bytes_sent
     (array([2.]), 1, 8)
     """
 
