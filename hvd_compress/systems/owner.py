@@ -11,7 +11,7 @@ from hvd_compress.agreement import Terms
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
-from hvd_compress.engines.joining import Member, joined
+from hvd_compress.engines.joining import run_counted
 from hvd_compress.reduce.state_file import StateHeader, entry, read_header, refused
 from hvd_compress.requests import Collective
 from hvd_compress.stats import Record
@@ -99,9 +99,8 @@ class Owner:
 
     def _submitted(self, exchange: Exchange) -> Callable[[], Any]:
         engine, name = self.engine, self.system
-        member = Member(name, _one(exchange), self.record)
-        engine.start(name, joined([member], engine.rank, engine.size))
-        return lambda: engine.finish()[name][name][0]
+        engine.start(name, run_counted(exchange, self.record, engine.rank, engine.size))
+        return lambda: engine.finish()[name]
 
     @property
     def is_in_flight(self) -> bool:
@@ -199,7 +198,3 @@ def _copied(state: State) -> State:
         key: {name: backend_of(x).copy(x) for name, x in arrays.items()}
         for key, arrays in state.items()
     }
-
-
-def _one(exchange: Exchange) -> Generator[Collective, Any, tuple[Any]]:
-    return ((yield from exchange),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_compress.agreement import differences, encode
@@ -16,7 +16,6 @@ from hvd_compress.systems.base import (
     Arrays,
     Finish,
     Mean,
-    Request,
     Start,
     State,
     StepContext,
@@ -69,7 +68,7 @@ class Ranks:
         self._record = Record()
         self._started: list[Arrays] = []
         self._losses: list[list[Any]] = [[] for _ in range(size)]
-        self._known: dict[str, Any] = {}
+        self._rates: Mapping[str, float] = {}
         self._has_met = False  # in the step under way
 
     @property
@@ -88,38 +87,34 @@ class Ranks:
         but ``rates`` are in rank order."""
         if not self.states:
             self.states = [self.method.init(own) for own in parameters]
-            self._compare_starts()
+            starts = [self.method.in_common(state) for state in self.states]
+            if any(start != starts[0] for start in starts):
+                texts = [encode({WEIGHTS_AT_START: own}) for own in starts]
+                raise MismatchError(differences(texts))
         window = self.method.loss_window
         for rank in range(self.size if window else 0):
             if losses is None:
                 raise CompressionError(f"{self.method!r} needs losses")
             self._losses[rank] = [*self._losses[rank], losses[rank]][-window:]
-        self._known = {"rates": rates or {}}
-        ahead = [{}] * self.size if lookahead is None else lookahead
-        return self._stepped(self.method.before_step, parameters, ahead)
-
-    def _compare_starts(self) -> None:
-        starts = [self.method.in_common(state) for state in self.states]
-        if any(start != starts[0] for start in starts):
-            raise MismatchError(differences([encode({WEIGHTS_AT_START: own}) for own in starts]))
+        self._rates = rates or {}
+        return self._stepped(self.method.before_step, parameters, lookahead)
 
     def after_step(self, parameters: Sequence[Arrays]) -> list[Arrays]:
         """Run what the method does after the local step."""
-        result = self._stepped(self.method.after_step, parameters, [{}] * self.size)
+        result = self._stepped(self.method.after_step, parameters)
         self.step += 1
         return result
 
     def consensus(self, parameters: Sequence[Arrays]) -> list[Arrays]:
         """Return the parameters that are to be tested."""
         pairs = zip(parameters, self.states, strict=True)
-        steps = [self.method.consensus(own, state) for own, state in pairs]
-        return self._run(steps, is_step=False)
+        return lockstep.run([self.method.consensus(*pair) for pair in pairs], self._answers)
 
     def _stepped(
         self,
         function: Callable[..., Any],
         parameters: Sequence[Arrays],
-        lookahead: Sequence[Arrays],
+        lookahead: Sequence[Arrays] | None = None,
     ) -> list[Arrays]:
         steps = []
         for rank, own in enumerate(parameters):
@@ -128,20 +123,16 @@ class Ranks:
                 rank,
                 self.size,
                 self._losses[rank],
-                lookahead=lookahead[rank],
-                node=self.nodes[rank],
-                **self._known,
+                self._rates,
+                {} if lookahead is None else lookahead[rank],
+                self.nodes[rank],
             )
             steps.append(function(own, self.states[rank], context))
-        results = self._run(steps)
-        self.states = [state for _, state in results]
-        return [own for own, _ in results]
-
-    def _run(self, steps: Sequence[Generator[Request, Any, Any]], is_step: bool = True) -> Any:
         self._has_met = False
         results = lockstep.run(steps, self._answers)
-        self.exchanges += self._has_met and is_step
-        return results
+        self.exchanges += self._has_met
+        self.states = [state for _, state in results]
+        return [own for own, _ in results]
 
     def _answers(self, requests: Sequence[Any]) -> list[Any]:
         first = requests[0]
