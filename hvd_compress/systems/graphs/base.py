@@ -13,6 +13,7 @@ steps as the graph is wide.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Generator, Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -21,6 +22,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.plain import plain
+from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.meetings.whole import whole
 from hvd_compress.requests import Neighbors
@@ -35,7 +37,7 @@ from hvd_compress.systems.base import (
 )
 from hvd_compress.systems.graphs.matrices import check_symmetric
 from hvd_compress.systems.graphs.proximal import Proximal
-from hvd_compress.systems.graphs.topologies import Topology
+from hvd_compress.systems.graphs.topologies import Cycle, Topology, as_topology
 
 #: a method's state on a rank: flat arrays by key
 Vectors = dict[str, Array]
@@ -122,6 +124,7 @@ def mix(
     return seen, total
 
 
+@dataclasses.dataclass(frozen=True)
 class DecentralizedMethod(TrainingMethod):
     """A way to train over a graph, with its options; subclasses are frozen dataclasses.
 
@@ -139,7 +142,6 @@ class DecentralizedMethod(TrainingMethod):
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True)
     ... class Twice(DecentralizedMethod):
-    ...     topology: Cycle = Cycle()
     ...     def update(self, x, local, state, network):
     ...         _, once = yield from mix(local, network)
     ...         return (yield from mix(once, network))[1], {}
@@ -153,8 +155,9 @@ class DecentralizedMethod(TrainingMethod):
     symmetric: ClassVar[bool] = False
     #: weights are column stochastic
     push: ClassVar[bool] = False
-    topology: Topology
-    prox: Proximal | None = None
+    prox: ClassVar[Proximal | None] = None
+
+    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
 
     def __post_init__(self) -> None:
         super().__post_init__()

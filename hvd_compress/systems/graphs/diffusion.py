@@ -6,10 +6,8 @@ from __future__ import annotations
 import dataclasses
 
 from hvd_compress.base import Array
-from hvd_compress.config import converted
 from hvd_compress.systems.graphs.base import DecentralizedMethod, Neighborhood, Update, Vectors, mix
 from hvd_compress.systems.graphs.proximal import Proximal
-from hvd_compress.systems.graphs.topologies import Cycle, Topology, as_topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +32,6 @@ class Diffusion(DecentralizedMethod, name="diffusion"):
     array([1.465, 1.44 , 1.56 , 1.535])
     """
 
-    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
-
     def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         _, mixed = yield from mix(local, network)
         return mixed, {}
@@ -57,8 +53,6 @@ class CTADiffusion(DecentralizedMethod, name="cta_diffusion"):
     >>> simulate(CTADiffusion(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
     array([1.319, 1.396, 1.604, 1.681])
     """
-
-    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
 
     def start(self, x: Array) -> Vectors:
         return {"adapted": x}
@@ -87,8 +81,6 @@ class DGD(DecentralizedMethod, name="dgd"):
     >>> simulate(DGD(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
     array([1.335, 1.404, 1.596, 1.665])
     """
-
-    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
 
     def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         _, mixed = yield from mix(x, network)
@@ -126,8 +118,7 @@ class ExactDiffusion(DecentralizedMethod, name="exact_diffusion"):
 
     symmetric = True
 
-    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
-    prox: Proximal | None = None
+    prox: Proximal | None = None  # type: ignore[misc]  # an option here
 
     def start(self, x: Array) -> Vectors:
         return {"correction": x * 0}
@@ -187,8 +178,7 @@ class EXTRA(DecentralizedMethod, name="extra"):
 
     symmetric = True
 
-    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
-    prox: Proximal | None = None
+    prox: Proximal | None = None  # type: ignore[misc]  # an option here
 
     def start(self, x: Array) -> Vectors:
         return {"correction": x * 0}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
-from hvd_compress.config import Configurable, is_number
+from hvd_compress.config import Configurable, check_between, is_number
 from hvd_compress.errors import ConfigError
 
 
@@ -18,11 +17,6 @@ class Proximal(Configurable, abc.ABC, kind="proximal"):
     @abc.abstractmethod
     def __call__(self, v: Array, eta: float) -> Array:
         """Return prox_{eta r}(v), of any shape."""
-
-
-def _check(option: str, value: Any) -> None:
-    if not is_number(value) or not value >= 0:
-        raise ConfigError(f"{option} must be 0 or more; got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +36,7 @@ class l1(Proximal, name="l1"):
     weight: float
 
     def __post_init__(self) -> None:
-        _check("weight", self.weight)
+        check_between("weight", self.weight, 0)
 
     def __call__(self, v: Array, eta: float) -> Array:
         return _shrunk(v, eta * self.weight)
@@ -62,7 +56,7 @@ class l2(Proximal, name="l2"):
     weight: float
 
     def __post_init__(self) -> None:
-        _check("weight", self.weight)
+        check_between("weight", self.weight, 0)
 
     def __call__(self, v: Array, eta: float) -> Array:
         return v / (1 + eta * self.weight)
@@ -83,8 +77,8 @@ class elastic_net(Proximal, name="elastic_net"):
     square: float
 
     def __post_init__(self) -> None:
-        _check("absolute", self.absolute)
-        _check("square", self.square)
+        check_between("absolute", self.absolute, 0)
+        check_between("square", self.square, 0)
 
     def __call__(self, v: Array, eta: float) -> Array:
         return _shrunk(v, eta * self.absolute) / (1 + eta * self.square)

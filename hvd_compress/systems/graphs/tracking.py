@@ -8,12 +8,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.config import check_choice, converted
 from hvd_compress.systems.graphs.base import DecentralizedMethod, Neighborhood, Update, Vectors, mix
-from hvd_compress.systems.graphs.topologies import (
-    Cycle,
-    StaticExponential,
-    Topology,
-    as_topology,
-)
+from hvd_compress.systems.graphs.topologies import StaticExponential, Topology, as_topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +36,6 @@ class GradientTracking(DecentralizedMethod, name="gradient_tracking"):
     array([1.5, 1.5, 1.5, 1.5])
     """
 
-    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
     form: str = "diging"
 
     def __post_init__(self) -> None:
