@@ -16,7 +16,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Generator, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context
@@ -155,7 +155,8 @@ class DecentralizedMethod(TrainingMethod):
     symmetric: ClassVar[bool] = False
     #: weights are column stochastic
     push: ClassVar[bool] = False
-    prox: ClassVar[Proximal | None] = None
+    #: an option of some; annotated here, it would be the first of all
+    prox = cast("Proximal | None", None)
 
     topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
 

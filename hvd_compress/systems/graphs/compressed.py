@@ -93,7 +93,7 @@ class LEAD(DecentralizedMethod, name="lead"):
     )
     alpha: float = 0.5
     gamma: float = 1.0
-    prox: Proximal | None = None  # type: ignore[misc]  # an option here
+    prox: Proximal | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

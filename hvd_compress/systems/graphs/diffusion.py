@@ -118,7 +118,7 @@ class ExactDiffusion(DecentralizedMethod, name="exact_diffusion"):
 
     symmetric = True
 
-    prox: Proximal | None = None  # type: ignore[misc]  # an option here
+    prox: Proximal | None = None
 
     def start(self, x: Array) -> Vectors:
         return {"correction": x * 0}
@@ -178,7 +178,7 @@ class EXTRA(DecentralizedMethod, name="extra"):
 
     symmetric = True
 
-    prox: Proximal | None = None  # type: ignore[misc]  # an option here
+    prox: Proximal | None = None
 
     def start(self, x: Array) -> Vectors:
         return {"correction": x * 0}
