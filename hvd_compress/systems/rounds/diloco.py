@@ -6,12 +6,12 @@ import dataclasses
 import warnings
 
 from hvd_compress.base import Array, Compressor
-from hvd_compress.config import check_between, check_choice, check_whole, converted
+from hvd_compress.config import check_between, check_whole, converted
 from hvd_compress.errors import ConfigError, NeedsTuning
 from hvd_compress.methods import NoCompression
 from hvd_compress.optimizers.outer import OuterSGD
 from hvd_compress.systems.base import checked_compression
-from hvd_compress.systems.rounds.rounds import BUFFERS, Exchange, Rounds
+from hvd_compress.systems.rounds.rounds import Rounds
 
 #: momentum that goes on for as many exchanges as a method of less than a tenth keeps things waiting
 _LONG = 0.9
@@ -72,11 +72,9 @@ class DiLoCo(Rounds, name="diloco"):
         super().__post_init__()
         if not isinstance(self.outer, OuterSGD):
             raise ConfigError(f"outer must be OuterSGD(lr, momentum, nesterov); got {self.outer!r}")
-        check_whole("sync_every", self.sync_every, 1)
         check_whole("fragments", self.fragments, 1)
         check_whole("delay", self.delay, 0)
         check_between("mix", self.mix, 0, 1)
-        check_choice("buffers", self.buffers, BUFFERS)
         gap, rest = divmod(self.sync_every, self.fragments)
         if rest:
             raise ConfigError(
@@ -108,12 +106,6 @@ class DiLoCo(Rounds, name="diloco"):
     @property
     def moments(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("velocity",) if self.outer.momentum else ()
-
-    def exchange_after(self, step: int) -> Exchange | None:
-        count, rest = divmod(step, self.sync_every // self.fragments)
-        return (
-            None if rest else Exchange((count - 1) % self.fragments, (count - 1) // self.fragments)
-        )
 
     def outer_step(
         self, anchor: Array, mean: Array, moments: dict[str, Array], rate: float | None

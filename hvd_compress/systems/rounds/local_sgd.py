@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from hvd_compress.base import Array, Compressor
-from hvd_compress.config import check_choice, check_whole, converted
+from hvd_compress.config import check_whole, converted
 from hvd_compress.methods import NoCompression
 from hvd_compress.systems.base import Arrays, State, StepContext, checked_compression, like
-from hvd_compress.systems.rounds.rounds import BUFFERS, Exchange, Rounds
+from hvd_compress.systems.rounds.rounds import Exchange, Rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,7 @@ class LocalSGD(Rounds, name="local_sgd"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("sync_every", self.sync_every, 1)
         check_whole("start", self.start, 0)
-        check_choice("buffers", self.buffers, BUFFERS)
 
     @property
     def _sends_parameters(self) -> bool:

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
+from hvd_compress.config import check_choice, check_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.systems.base import (
     Arrays,
@@ -49,6 +50,8 @@ class Rounds(TrainingMethod):
 
     recovers = True
 
+    #: the number of local steps between two exchanges of the same parameter
+    sync_every: int
     #: the model is divided into so many parts, each with exchanges of its own
     fragments: int = 1
     #: local steps between the beginning of an exchange and the use of its result
@@ -58,9 +61,17 @@ class Rounds(TrainingMethod):
     #: keys of the state beside "anchor", zero in the beginning
     moments: ClassVar[tuple[str, ...]] = ()
 
-    @abc.abstractmethod
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("sync_every", self.sync_every, 1)
+        check_choice("buffers", self.buffers, BUFFERS)
+
     def exchange_after(self, step: int) -> Exchange | None:
         """Return what is exchanged after a local step, counted from 1; ``None`` if nothing is."""
+        count, rest = divmod(step, self.sync_every // self.fragments)
+        return (
+            None if rest else Exchange((count - 1) % self.fragments, (count - 1) // self.fragments)
+        )
 
     @abc.abstractmethod
     def outer_step(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from hvd_compress.base import Array, Compressor
-from hvd_compress.config import check_between, check_choice, check_whole, converted
+from hvd_compress.config import check_between, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import NoCompression
 from hvd_compress.optimizers.outer import slow_momentum
 from hvd_compress.systems.base import checked_compression
-from hvd_compress.systems.rounds.rounds import BUFFERS, Exchange, Rounds
+from hvd_compress.systems.rounds.rounds import Rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +56,8 @@ class SlowMo(Rounds, name="slowmo"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("sync_every", self.sync_every, 1)
         check_between("momentum", self.momentum, 0, 1)
         check_between("lr", self.lr, 0)
-        check_choice("buffers", self.buffers, BUFFERS)
-
-    def exchange_after(self, step: int) -> Exchange | None:
-        rounds, rest = divmod(step, self.sync_every)
-        return None if rest else Exchange(0, rounds - 1)
 
     def outer_step(
         self, anchor: Array, mean: Array, moments: dict[str, Array], rate: float | None

@@ -7,13 +7,13 @@ import dataclasses
 from hvd_compress.base import Array, Compressor
 from hvd_compress.chain import chain
 from hvd_compress.codecs import Codec
-from hvd_compress.config import check_between, check_choice, check_whole, converted
+from hvd_compress.config import check_between, converted
 from hvd_compress.meetings import allgather
 from hvd_compress.meetings.elements import as_values
 from hvd_compress.operators import top_k
 from hvd_compress.optimizers.outer import OuterSGD
 from hvd_compress.schedules import Density
-from hvd_compress.systems.rounds.rounds import BUFFERS, Exchange, Rounds
+from hvd_compress.systems.rounds.rounds import Rounds
 from hvd_compress.transforms import momentum_feedback
 
 
@@ -60,19 +60,13 @@ class SparseLoCo(Rounds, name="sparse_loco"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("sync_every", self.sync_every, 1)
         check_between("lr", self.lr, 0)
-        check_choice("buffers", self.buffers, BUFFERS)
         _ = self.compression  # its blocks check the other options
 
     @property
     def compression(self) -> Compressor:  # type: ignore[override]
         via = allgather(top_k(self.density), self.values)
         return chain(momentum_feedback(self.decay), via=via)
-
-    def exchange_after(self, step: int) -> Exchange | None:
-        count, rest = divmod(step, self.sync_every)
-        return None if rest else Exchange(0, count - 1)
 
     def outer_step(
         self, anchor: Array, mean: Array, moments: dict[str, Array], rate: float | None
