@@ -7,7 +7,6 @@ and return messages, and :class:`Simulation` runs them in one process in a scrip
 
 from hvd_compress.systems.servers.messages import ServerStats
 from hvd_compress.systems.servers.optimizers import SGD, Adam
-from hvd_compress.systems.servers.pieces import ServerPiece, joined, pieces_of, taken_from
 from hvd_compress.systems.servers.rules import Rules
 from hvd_compress.systems.servers.server import Link, Server
 from hvd_compress.systems.servers.simulation import Simulation
@@ -18,10 +17,6 @@ __all__ = [
     "Link",
     "Rules",
     "Server",
-    "ServerPiece",
     "ServerStats",
     "Simulation",
-    "joined",
-    "pieces_of",
-    "taken_from",
 ]

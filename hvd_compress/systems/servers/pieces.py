@@ -72,31 +72,16 @@ def taken_from(arrays: Mapping[str, np.ndarray | None], pieces: Sequence[ServerP
     return found
 
 
-def joined(
-    found: Mapping[str, np.ndarray], pieces: Sequence[ServerPiece], into: Mapping[str, np.ndarray]
-) -> None:
-    """Undo :func:`taken_from`.
-
-    Args:
-        found: arrays by the name of the piece.
-        pieces: all that is written.
-        into: the whole arrays by the name of the parameter, written to in place.
-    """
-    for piece in pieces:
-        whole = into[piece.tensor]
-        if whole.ndim:
-            whole[piece.start : piece.stop] = found[piece.name]
-        else:
-            whole[...] = found[piece.name]
-
-
 def assembled(
     start: Mapping[str, np.ndarray],
     found: Sequence[Mapping[str, np.ndarray]],
     pieces: Sequence[Sequence[ServerPiece]],
 ) -> Arrays:
-    """Return whole arrays: copies of ``start`` with the pieces of each server in their places."""
+    """Undo :func:`taken_from`: return copies of the whole arrays ``start`` with the pieces that
+    were ``found`` on each server in their places."""
     whole = {name: x.copy() for name, x in start.items()}
     for own, theirs in zip(found, pieces, strict=True):
-        joined(own, theirs, whole)
+        for name, tensor, first, last in theirs:
+            rows = slice(first, last) if whole[tensor].ndim else ...
+            whole[tensor][rows] = own[name]
     return whole

@@ -19,12 +19,10 @@ from hvd_compress.systems.servers import (
     Rules,
     Server,
     Simulation,
-    joined,
-    pieces_of,
-    taken_from,
 )
 from hvd_compress.systems.servers.coding import LinkCoder
 from hvd_compress.systems.servers.optimizers import PieceOptimizer
+from hvd_compress.systems.servers.pieces import assembled, pieces_of, taken_from
 from tests.systems.servers import Recorder
 
 
@@ -509,11 +507,10 @@ def test_pieces_are_even_and_whole(servers):
     for own in pieces:
         size = sum(x.nbytes for x in taken_from(arrays, own).values())
         assert abs(size - total / servers) <= 64, "a row"
-    copies = {name: np.full_like(x, np.nan) for name, x in arrays.items()}
-    for own in pieces:
-        joined(taken_from(arrays, own), own, copies)
+    start = {name: np.full_like(x, np.nan) for name, x in arrays.items()}
+    whole = assembled(start, [taken_from(arrays, own) for own in pieces], pieces)
     for name, x in arrays.items():
-        np.testing.assert_array_equal(copies[name], x)
+        np.testing.assert_array_equal(whole[name], x)
 
 
 @pytest.mark.parametrize(
