@@ -347,7 +347,8 @@ class AsynchronousEASGD(_Asynchronous):
 
     Args:
         model, optimizer: see :class:`AsynchronousLeaderSGD`.
-        sync_every, alpha, servers, worker_timeout: see :class:`hvd_compress.mpi.AsynchronousEASGD`.
+        options: ``sync_every``, ``alpha``, ``servers`` and ``worker_timeout`` of
+            :class:`hvd_compress.mpi.AsynchronousEASGD`.
 
     Raises: what :class:`AsynchronousLeaderSGD` does.
 
@@ -361,25 +362,6 @@ class AsynchronousEASGD(_Asynchronous):
     """
 
     server_class = mpi.AsynchronousEASGD
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        sync_every: int = 10,
-        alpha: float = 0.1,
-        servers: int = 1,
-        worker_timeout: float = 60.0,
-    ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            sync_every=sync_every,
-            alpha=alpha,
-            servers=servers,
-            worker_timeout=worker_timeout,
-        )
 
     def step(self, loss: Any = None) -> None:
         """Let the optimizer step on this worker's gradients, and meet the centre if that is due.
