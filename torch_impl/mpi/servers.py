@@ -15,6 +15,7 @@ from hvd_compress import mpi
 from hvd_compress.config import build
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.process_sets import global_process_set
+from hvd_compress.systems.base import Arrays
 from hvd_compress.systems.servers import Rules, ServerStats
 
 from ..parameters import Parameter, check_model, names_of_parameters
@@ -227,11 +228,7 @@ class _OnServer:
         self._pieces: dict[str, Parameter] = {}
 
     def step(
-        self,
-        parameters: Mapping[str, np.ndarray],
-        gradients: Mapping[str, np.ndarray],
-        rates: Sequence[float],
-        scale: float = 1.0,
+        self, parameters: Arrays, gradients: Arrays, rates: Sequence[float], scale: float = 1.0
     ) -> None:
         if self._copy is None:
             self._copy = self._made(parameters)

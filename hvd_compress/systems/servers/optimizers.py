@@ -12,17 +12,14 @@ import numpy as np
 
 from hvd_compress.optimizers import adam
 from hvd_compress.optimizers.base import Formula, Now, State
+from hvd_compress.systems.base import Arrays
 
 
 class ServerOptimizer(Protocol):
     """Steps on a server's pieces."""
 
     def step(
-        self,
-        parameters: Mapping[str, np.ndarray],
-        gradients: Mapping[str, np.ndarray],
-        rates: Sequence[float],
-        scale: float = 1.0,
+        self, parameters: Arrays, gradients: Arrays, rates: Sequence[float], scale: float = 1.0
     ) -> None:
         """Change ``parameters`` in place, those that have a gradient.  ``rates`` are the worker's
         learning rates, one for each group of parameters; none means the optimizer's own.  They are
@@ -39,11 +36,7 @@ class PieceOptimizer:
         self._steps = Counter[str]()  # a parameter without gradient takes none
 
     def step(
-        self,
-        parameters: Mapping[str, np.ndarray],
-        gradients: Mapping[str, np.ndarray],
-        rates: Sequence[float],
-        scale: float = 1.0,
+        self, parameters: Arrays, gradients: Arrays, rates: Sequence[float], scale: float = 1.0
     ) -> None:
         lr = scale * (rates[0] if rates else self.formula.lr)
         formula = dataclasses.replace(self.formula, lr=lr)
@@ -123,11 +116,7 @@ class ElasticCentre:
     alpha: float
 
     def step(
-        self,
-        parameters: Mapping[str, np.ndarray],
-        gradients: Mapping[str, np.ndarray],
-        rates: Sequence[float],
-        scale: float = 1.0,
+        self, parameters: Arrays, gradients: Arrays, rates: Sequence[float], scale: float = 1.0
     ) -> None:
         for name, x in gradients.items():
             parameters[name][...] += self.alpha * (x - parameters[name])
