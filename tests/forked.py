@@ -33,6 +33,7 @@ OF_PACKAGES = {"tensorflow": ("KERAS", "TF_")}
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
 early = {{k: v for k, v in os.environ.items() if k.startswith({read_early})}}
+early.pop("PYTHONUNBUFFERED", None)
 handed_on = sys.argv[1][:1] != "-" or sys.argv[1] in ("-c", "-m", "-u")
 if early != {early} or "PMI_FD" in os.environ or not handed_on:
     os.execv("{python}", ["{python}", *sys.argv[1:]])
@@ -72,6 +73,7 @@ def python(packages: Sequence[str], environ: Mapping[str, str]) -> str:
     os.close(ends)
     read_early = READ_EARLY + sum((OF_PACKAGES.get(package, ()) for package in packages), ())
     early = {name: value for name, value in environ.items() if name.startswith(read_early)}
+    early.pop("PYTHONUNBUFFERED", None)  # which horovodrun sets, and forks heed
     program.write_text(
         PROGRAM.format(python=sys.executable, early=early, read_early=read_early, servers=servers)
     )
