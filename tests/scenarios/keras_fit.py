@@ -354,7 +354,7 @@ def _checkpoint_of_tensorflow(method) -> None:
         train(run, range(4))
     else:  # the graph of LGC takes long to trace
         run.compression.step.assign(4)
-        for number, state in enumerate(run.compression.states.values()):
+        for number, state in enumerate(run.compression.store.states.values()):
             for variable in state.values():
                 drawn = tf.random.stateless_uniform(variable.shape, [number, hvd.rank()])
                 variable.assign(tf.cast(drawn, variable.dtype))
