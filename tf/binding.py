@@ -134,6 +134,11 @@ class Binding(tf.train.experimental.PythonState):
         """The epoch that was announced, -1 if none was."""
         return self.store.epoch
 
+    @property
+    def seed(self) -> int:
+        """The seed of random numbers that the ranks share."""
+        return self.store.seed
+
     def stats(self) -> Stats:
         """Return the exact bytes so far and the norm of the residuals, by variable and in total."""
         records, store = {}, self.store
