@@ -48,23 +48,22 @@ def exchange_rows(
     """Average the rows that all ranks have; the outcome's ``mean`` has every row once.
 
     Args:
-        gradient: every row once, in ascending order, as :func:`merged` returns them.
         shape: of the variable.
         rows: what is sent.
         residual: of the whole matrix, flat, if ``rows.keeps_residual``.  What changes of it is in
             the outcome's state, as ``IndexedSlices``.
     """
-    width = shape[1:].num_elements()
+    own, width = merged(gradient), shape[1:].num_elements()
     average = functools.partial(exchange, rows, n=shape[0], context=context, merge=_merge)
-    values = tf.reshape(gradient.values, [tf.size(gradient.indices), width])
+    values = tf.reshape(own.values, [tf.size(own.indices), width])
     if residual is None:
-        found = yield from average(gradient.indices, values, waiting=None)
+        found = yield from average(own.indices, values, waiting=None)
         state: State = {}
     else:
         # The variable is read and written where rows were touched, and nowhere else.
-        places = gradient.indices[:, None] * width + tf.range(width, dtype=tf.int64)
+        places = own.indices[:, None] * width + tf.range(width, dtype=tf.int64)
         waiting = tf.gather(residual, places)
-        found = yield from average(gradient.indices, values, waiting=waiting)
+        found = yield from average(own.indices, values, waiting=waiting)
         left = tf.reshape(found.left, [-1])
         state = {"residual": tf.IndexedSlices(left, tf.reshape(places, [-1]))}
     mean = tf.reshape(found.values, [tf.size(found.indices), *shape[1:]])

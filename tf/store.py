@@ -278,11 +278,13 @@ class BranchStore(Store):
     ) -> Exchange:
         """Exchange the gradient of an embedding: rows are clipped like all gradients, sent as the
         method's ``rows`` says, and take momentum after averaging."""
-        own, template = merged(gradient), method.template(tf.zeros(slot.shape, slot.dtype))
+        own = merged(gradient)
+        template = method.template(tf.zeros(slot.shape, slot.dtype))
+        values = own.values
         for transform in template.transforms:
             if transform.needs_gradient_norm:
-                values, _ = transform.update(own.values, {}, context)
-                own = tf.IndexedSlices(values, own.indices, own.dense_shape)
+                values, _ = transform.update(values, {}, context)
+        own = tf.IndexedSlices(values, own.indices, own.dense_shape)
         rows, variables = as_rows(method.rows_at(context)), self._variables(slot.name)
         residual = variables["residual"] if rows.keeps_residual else None
         outcome = yield from exchange_rows(own, slot.shape, context, rows, residual)
