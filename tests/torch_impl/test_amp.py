@@ -103,7 +103,7 @@ def test_a_pass_that_failed_on_a_thread_of_its_own_leaves_no_scale():
 
     forgotten, thread = threading.Event(), threading.Thread(target=run)
     thread.start()
-    while not amp._running:
+    while not amp.scaled_passes:
         pass
     forget_scale()
     forgotten.set()

@@ -257,7 +257,8 @@ def test_momentum_that_changes_in_every_step_plans_once():
         optimizer.step()
         schedule.step()
         plans.append(optimizer.compression.reducer.buckets.plan)
-        forms |= {id(form) for form in optimizer.compression.reducer.buckets._forms.values()}
+        buckets = optimizer.compression.reducer.buckets.bucket_of.values()
+        forms |= {id(bucket.form) for bucket in buckets if bucket.form is not None}
     assert len({groups[0]["momentum"]} | {0.9}) == 2
     assert all(plan is plans[0] for plan in plans)
     assert len(forms) == len(plans[0])
