@@ -7,7 +7,7 @@ Ranks share the GPU if there are more of them than GPUs, which NCCL refuses: on 
 on one rank.  Its messages pass NCCL all the same, from the rank to itself.  Gradients are random,
 in the model's shapes, and backward is one multiplication per tensor; with ``--busy`` the GPU is
 kept busy as long as in a training, so that waits of the host cost what they cost there.  Methods
-take turns; the slowest rank counts.  One more step of each counts launches and waits.
+take turns; the slowest rank counts.  Two more steps of each count waits and launches.
 """
 
 from __future__ import annotations

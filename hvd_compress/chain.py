@@ -141,7 +141,8 @@ class Fused(Joins, Protocol):
         """Return the exchange of a bucket for whose tensors :meth:`request` has asked with ``key``
         and these weights in the step before, where nothing has changed but gradients and states;
         ``None`` where these may be of another kind now.  It returns the directions of the
-        optimizer's step, and by tensor the states that are not written where the old ones are.
+        optimizer's step, and by tensor the states that are not written where the old ones are; an
+        entry that its owner replaces meanwhile stays as it was put.
 
         What is done here for a tensor costs more than anything else in a step of many tensors, so
         as little as possible is.  Directions may be written into the gradients, and ``context``

@@ -181,14 +181,24 @@ def from_config(config: Any) -> Any:
     return build(cls, {key: from_config(value) for key, value in options.items()})
 
 
-def build(cls: Any, options: dict[str, Any]) -> Any:
-    """Return ``cls(**options)``; the error lists the options there are."""
+def build(
+    cls: Any, options: dict[str, Any], name: str | None = None, more: Sequence[str] = ()
+) -> Any:
+    """Return ``cls(**options)``; the error lists the options there are.
+
+    Args:
+        cls: a dataclass.
+        options: its fields.
+        name: of who takes them, if that is not ``cls``.
+        more: options of theirs that are no fields.
+    """
     known = [f.name for f in dataclasses.fields(cls)]
     for option in options:
         if option not in known:
+            listed = [*more, *known]
             raise ConfigError(
-                f"{cls.name} has no option {option!r}; it has {', '.join(known) or 'none'}"
-                + _meant(option, known)
+                f"{name or cls.name} has no option {option!r}; it has "
+                f"{', '.join(listed) or 'none'}" + _meant(option, listed)
             )
     return cls(**options)
 

@@ -283,7 +283,7 @@ class Binding(tf.train.experimental.PythonState):
         divided by the number of all ranks and by ``part``; a collective."""
         roll_back = self.store.commit()
         for variable in differing.values():
-            variable.assign(variable * tf.cast(counts, variable.dtype))
+            variable.assign(tf.where(counts, variable, tf.zeros_like(variable)))  # NaN * 0 is NaN
         self.average(differing)
         for variable in differing.values():
             variable.assign(tf.math.divide_no_nan(variable, tf.cast(part, variable.dtype)))

@@ -324,6 +324,24 @@ class Distribution:
 
         tf.cond(tf.equal(self.count % passes, 0), all_passes, lambda: tf.constant(False))
 
+    def velocities(self, optimizer: Any) -> Iterator[tuple[Any, str, float]]:
+        """Yield momentum slots that are off, the places of the states whose velocities act instead,
+        and the slot for a velocity of 1: Keras's slots contain the learning rate, and our
+        velocities, if Nesterov, the momentum."""
+        inner, binding = inner_of(optimizer), optimizer.compression
+        if not self.takes_momentum or not getattr(inner, "momentums", None):
+            return
+        momentum, nesterov = binding.store.momentum_used()
+        if not momentum:
+            return
+        factor = -float(np.asarray(inner.learning_rate)) / velocity_of_one(momentum, nesterov)
+        if self.options.op == self.runtime.hvd.Sum:  # velocities are of averages
+            factor *= binding.engine.size
+        for variable, slot in zip(optimizer._trainable_variables, inner.momentums, strict=True):
+            place = self.places.get(id(native(variable)))
+            if place is not None and "velocity" in binding.store.states[str(place)]:
+                yield slot, str(place), factor
+
     def _exchange(
         self,
         optimizer: Any,
@@ -448,7 +466,7 @@ class Keras3Optimizer(CompressedOptimizer):
         own: dict[str, Any] = {}
         super().save_own_variables(own)  # type: ignore[misc]
         places = {id(variable): str(i) for i, variable in enumerate(self.variables)}
-        for slot, place, factor in self._velocities():
+        for slot, place, factor in self.distribution.velocities(self):
             velocity = self.compression.store.states[place]["velocity"]
             own[places[id(slot)]] = (velocity.numpy() * factor).reshape(slot.shape)
         for name, array in own.items():
@@ -465,28 +483,10 @@ class Keras3Optimizer(CompressedOptimizer):
             own.assign(theirs)
         velocities = {
             place: {"velocity": native(slot).value() / factor}
-            for slot, place, factor in self._velocities()
+            for slot, place, factor in self.distribution.velocities(self)
             if factor  # at the start of a warm-up the rate may be zero, and so is the slot
         }
         restore(self.compression, header_of(self.compression, consolidated=True), velocities)
-
-    def _velocities(self) -> Iterator[tuple[Any, str, float]]:
-        """Yield momentum slots that are off, the places of the states whose velocities act instead,
-        and the slot for a velocity of 1: Keras's slots contain the learning rate, and our
-        velocities, if Nesterov, the momentum."""
-        inner, own = inner_of(self), self.distribution
-        if not own.takes_momentum or not getattr(inner, "momentums", None):
-            return
-        momentum, nesterov = self.compression.store.momentum_used()
-        if not momentum:
-            return
-        factor = -float(np.asarray(inner.learning_rate)) / velocity_of_one(momentum, nesterov)
-        if own.options.op == own.runtime.hvd.Sum:  # velocities are of averages
-            factor *= self.compression.engine.size
-        for variable, slot in zip(self._trainable_variables, inner.momentums, strict=True):
-            place = str(own.places.get(id(native(variable))))
-            if "velocity" in self.compression.store.states.get(place, {}):
-                yield slot, place, factor
 
 
 class TfKerasOptimizer(CompressedOptimizer):
@@ -513,7 +513,7 @@ class TfKerasOptimizer(CompressedOptimizer):
         return self.iterations
 
     def take_over(self, optimizer: Any) -> None:
-        """Raise ``UnsupportedError``."""
+        """Refuse the state of an optimizer of tf_keras, which is not taken over."""
         raise UnsupportedError(
             "this optimizer has been used already, and its state would be lost: pass a new one, "
             "and load its state from a checkpoint"

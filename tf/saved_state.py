@@ -89,22 +89,28 @@ def load(binding: Any, arrays: Mapping[str, Any]) -> None:
         if place not in found:
             raise refused(f"{name!r} fits no variable: it belongs to another model")
         found[place][key] = arrays[name]
-    restore(binding, saved, found)
+    restore(binding, saved, found, saved.share(binding.engine))
 
 
-def restore(binding: Any, saved: StateHeader, found: Mapping[str, Mapping[str, Any]]) -> None:
+def restore(
+    binding: Any,
+    saved: StateHeader,
+    found: Mapping[str, Mapping[str, Any]],
+    factor: float = 1.0,
+) -> None:
     """Take up a state, by whichever way it came: from a file, from other ranks, or from a plain
     optimizer.
 
     Args:
-        saved: its header; this rank takes its share of entries that differ between ranks.
+        saved: its header.
         found: entries, as arrays or eager tensors, by the number of the slot and key.  Missing
             ones begin anew, and those that the method has no use for are dropped.
+        factor: this rank's share of entries that differ between ranks.
 
     Raises:
         ConfigError: an entry does not fit, or it is damaged; then nothing has changed.
     """
-    factor, store = saved.share(binding.engine), binding.store
+    store = binding.store
     dropped: dict[str, list[str]] = {}
     states = []
     for i, slot in enumerate(store.slots):

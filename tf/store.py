@@ -37,7 +37,7 @@ class VariableStore:
     of a graph; the step, the epoch and the states change from run to run, so they are
     ``tf.Variable``s.  A reducer owns nothing here: each branch of a graph has one of its own, which
     gets the method with the densities of the branch, and the step as a symbol, and is dropped when
-    the branch is traced.
+    the branch is traced.  To that reducer the :class:`BranchStore` is the store, which reads this.
 
     Args:
         method: the compressor.
@@ -146,8 +146,8 @@ class VariableStore:
     # -- earlier states ----------------------------------------------------------------------
 
     def commit(self) -> Callable[[], None]:
-        """Return a function that puts everything back as it is now on this rank."""
-        everything = [self.step, self.epoch, self.counts, self.consolidated_at, *self.entries()]
+        """Return a function that puts step, epoch and states back as they are now on this rank."""
+        everything = [self.step, self.epoch, self.consolidated_at, *self.entries()]
         kept = [(v, tf.identity(v)) for v in everything]
 
         def roll_back() -> None:
@@ -163,7 +163,7 @@ class VariableStore:
         return bool(self._undo)
 
     def keep_undo(self) -> None:
-        """Keep them from now on."""
+        """Keep the states of before each exchange from now on."""
         with tf.init_scope():
             for variable in (self.step, *self.entries()):
                 name = f"before.{variable.name.removesuffix(':0')}"
@@ -202,8 +202,8 @@ class VariableStore:
 
 
 class BranchStore(Store):
-    """What the reducer of one branch of a graph knows of variables: their states before the step,
-    which are read once, and after it.
+    """The variables as the reducer of one branch of a graph sees them: their states of before the
+    step, which are read once, and of after it.
 
     Args:
         store: of the binding.

@@ -133,7 +133,7 @@ def _warn_about_momentum(binding: Binding) -> None:
 
 
 @dataclasses.dataclass
-class _Exchanged:
+class _Averaging:
     """How a tape averages gradients; ``local``: the ids of variables whose gradients stay on this
     rank."""
 
@@ -147,11 +147,11 @@ class _Exchanged:
 class CompressedTape:
     """Mixed into the class of a tape."""
 
-    _exchanged: _Exchanged
+    _averaging: _Averaging
 
     def register_local_source(self, source: Any) -> None:
         """Keep the gradient of this variable on this rank."""
-        self._exchanged.local.add(id(native(source)))
+        self._averaging.local.add(id(native(source)))
 
     @tf.autograph.experimental.do_not_convert
     def gradient(
@@ -170,7 +170,7 @@ class CompressedTape:
         gradients = super().gradient(  # type: ignore[misc]
             target, tf.nest.map_structure(native, sources), output_gradients, unconnected_gradients
         )
-        flat, parts, how = tf.nest.flatten(sources), tf.nest.flatten(gradients), self._exchanged
+        flat, parts, how = tf.nest.flatten(sources), tf.nest.flatten(gradients), self._averaging
         shared = [i for i, source in enumerate(flat) if id(native(source)) not in how.local]
         variables = [flat[i] for i in shared]
         binding = _bound(how.runtime, how.compression, variables, **how.options)
@@ -230,7 +230,7 @@ def distribute_tape(runtime: Runtime, options: Mapping[str, Any]) -> Any:
     if not isinstance(compression, Binding):
         own = {name: options[name] for name in _BIND if name in options}
         own["groups"] = options["groups"] or options["num_groups"]
-    new._exchanged = _Exchanged(runtime, compression, own, options["scale_local_gradients"])
+    new._averaging = _Averaging(runtime, compression, own, options["scale_local_gradients"])
     return new
 
 
@@ -300,7 +300,8 @@ def _binding_for(
             binding = Binding(runtime, method, slots, shared)
         # Nothing is in flight between calls: nobody knows whether there will be another.
         Binding.alive.discard(binding)
-        if len(_stateless) >= 100:  # their graphs are worth keeping, within limits
+        # Their graphs are worth keeping, within limits.
+        if not remembers and len(_stateless) >= 100:
             _stateless.pop(next(iter(_stateless)))
         table[key] = binding
     return table[key]

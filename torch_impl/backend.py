@@ -342,13 +342,19 @@ def flat_on_host(arrays: Sequence[Array]) -> list[np.ndarray]:
 def write_into(out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:
     sizes = [array.numel() for array in out]
     # A write of ours must not look like one of the user's, who changes the version of a gradient.
-    views = [array.data.view(-1) for array in out]
-    if x.is_cuda and len({view.data_ptr() for view in views}) == len(views):
-        # One launch for many arrays, whose order does not matter.
-        torch._foreach_copy_(views, torch.split(x if divisor == 1 else divided(x, divisor), sizes))
-        return
-    for view, part in zip(views, torch.split(x, sizes), strict=True):
-        view.copy_(divided(part, divisor)) if x.is_cuda else torch.div(part, divisor, out=view)
+    views = [array.data for array in out]
+    x = divided(x, divisor) if x.is_cuda and divisor != 1 else x
+    # Their owner may have given them other strides since the exchange began.
+    pairs = zip(torch.split(x, sizes), views, strict=True)
+    parts = [part.view(view.shape) for part, view in pairs]
+    if not x.is_cuda:
+        for view, part in zip(views, parts, strict=True):
+            torch.div(part, divisor, out=view)
+    elif len({view.data_ptr() for view in views}) == len(views):
+        torch._foreach_copy_(views, parts)  # one launch for many, whose order does not matter
+    else:
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part)
 
 
 def loops(x: Array) -> str | None:

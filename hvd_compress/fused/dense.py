@@ -80,18 +80,18 @@ class FusedSum:
     ) -> Generator[Request, Any, tuple[Sequence[Array], Mapping[int, State]]]:
         gradients, sizes = tensors.gradients, list(tensors.weights)
         xp, states = backend_of(gradients[0]), dict[int, State]()
-        _, total = yield from self._total(xp, gradients, sizes)
+        _, total = yield from self._total(xp, gradients, sizes, owned=len(sizes) > 1)
         if velocities is None:
             xp.write_into(gradients, total, self.size)
             return gradients, states
         old = self._velocity(xp, velocities, sizes, tensors.scratch)
         mean = xp.divided(total, self.size)
         direction, velocity = self._step(xp, mean, old, sizes, tensors.momenta)
+        xp.write_into(gradients, direction)
         if old is tensors.scratch.get("velocity"):  # of which the states are parts
             xp.write_into([old], velocity)
         else:
             states = dict(enumerate(self._states(xp, velocity, sizes, tensors.scratch)))
-        xp.write_into(gradients, direction)
         return gradients, states
 
     def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
@@ -118,14 +118,15 @@ class FusedSum:
         ]
 
     def _total(
-        self, xp: Any, parts: Sequence[Array], sizes: list[int]
+        self, xp: Any, parts: Sequence[Array], sizes: list[int], owned: bool = False
     ) -> Generator[Request, Any, tuple[Array, Array]]:
-        """Return what was sent, before it was rounded, and the sum of all ranks, end to end."""
+        """Return what was sent, before it was rounded, and the sum of all ranks, end to end;
+        ``owned``: the sum may be made in the place of what was sent."""
         own = xp.end_to_end(parts)
         fine = xp.all_finite(own)
         if xp.traces or not fine:  # of such a tensor the others must see nothing else
             own = xp.choose(fine, lambda x=own: x, lambda x=own: _made_nan(xp, x, sizes))
-        total = yield Sum(own, self.wire, self.algorithm, owned=len(parts) > 1)
+        total = yield Sum(own, self.wire, self.algorithm, owned=owned)
         return own, total
 
     def _states(

@@ -93,7 +93,8 @@ class _Kept(dict[str, Any]):
 
     @contextlib.contextmanager
     def during_call(self) -> Iterator[None]:
-        """Raise ``ConfigError`` if another call runs: both would write to one memory."""
+        """Raise ``ConfigError`` if another call runs: both would write to one memory.  Threads that
+        overlap outside of these calls are not noticed."""
         if not self._lock.acquire(blocking=False):
             raise _two_at_once()
         try:

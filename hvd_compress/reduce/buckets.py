@@ -32,7 +32,8 @@ _PLAN = "plan of the buckets"
 
 class Planned:
     """A bucket of the plan: its tensors, the form of its exchange in the step before, and how many
-    tensors have not come yet, and are not known to be ready, in this step."""
+    tensors have not come yet in this step (``missing``, counted by :meth:`Buckets.start`), or are
+    not known to be ready (``unready``, counted down by who watches them)."""
 
     __slots__ = ("form", "missing", "names", "unready")
 
@@ -169,11 +170,11 @@ class Buckets:
             like=like,
         )
         while (bucket := self.next) is not None:  # some of it did not come in this step
-            left = tuple(name for name in bucket.names if name in self._members)
-            self._send([name for name in left if not self._members[name].look.together])
+            here = [self._members[name] for name in bucket.names if name in self._members]
+            self._send([member.name for member in here if not member.look.together])
             self.next = next(self._left, None)
-        for left in self._split([name for name in names if name not in self._sent]):
-            self._send(left)
+        for names_of_one in self._split([name for name in names if name not in self._sent]):
+            self._send(names_of_one)
         with phase("wait"):
             parts = engine.finish()
         if len(self._repeated) < len(self._planned) or self._members:

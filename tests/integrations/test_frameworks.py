@@ -136,9 +136,7 @@ def run_scenarios(folder: Path, job: Job, **env: str) -> None:
     if job.over == "tf_keras":
         env |= {"SCENARIOS_OVER": "tensorflow", "TF_USE_LEGACY_KERAS": "1"}
     if job in FULL:
-        env |= {"SCENARIOS_FULL": "1", "SCENARIOS_GRAPPLER": "1"}
-    if job.over == "tensorflow-mpi" or "graphs" in job.modules:
-        env["SCENARIOS_GRAPPLER"] = "1"
+        env["SCENARIOS_FULL"] = "1"
     if job.ranks == 3:
         # The order of additions of three numbers depends on where fusion puts them; here, runs
         # are compared bit by bit.

@@ -16,11 +16,11 @@ POINTS = 0.02
 
 
 @functools.cache
-def dense(epochs: int) -> float:
-    return accuracy(as_compressor("none"), epochs=epochs)
+def dense() -> float:
+    return accuracy(as_compressor("none"))
 
 
-#: one of each kind, in half the epochs; all others with --full
+#: one of each kind; all others with --full
 QUICK = {"none", "bf16", "topk", "dgc", "signsgd", "powersgd"}
 
 
@@ -42,8 +42,7 @@ def test_defaults_train_or_say_what_they_need(name):
     if found:
         (named,) = (re.search(r"lr=([\d.]+) where SGD has 0\.05", str(w.message)) for w in found)
         rate = float(named[1])
-    epochs = 10 if name in QUICK else 20
-    assert accuracy(method, rate, epochs) >= dense(epochs) - POINTS
+    assert accuracy(method, rate) >= dense() - POINTS
 
 
 def test_the_warning_points_at_who_made_the_method():

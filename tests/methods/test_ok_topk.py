@@ -313,7 +313,7 @@ def test_options_are_checked():
     assert OkTopk().to_config()["method"] == "oktopk"
 
 
-@pytest.mark.parametrize("ranks", [4, pytest.param(16, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [4, 16])
 def test_trains_digits_like_dense(ranks):
     """A softmax regression on scikit-learn's digits; accuracy on the scans trained on."""
     x, y = load_digits(return_X_y=True)

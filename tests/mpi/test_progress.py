@@ -68,8 +68,22 @@ def test_a_work_with_an_error_moves_no_more(comm):
     with pytest.raises(ZeroDivisionError):
         work.poll()
     assert work.is_over
-    assert not work.poll()
     assert work not in comm.under_way
+    assert not work.poll()
+
+
+def test_messages_of_the_first_algorithm_are_kept_if_the_second_does_not_begin(comm):
+    def algorithm():
+        yield Looks(100)
+
+    def fails():
+        raise ZeroDivisionError
+        yield
+
+    with pytest.raises(ZeroDivisionError):
+        Work(comm, "a work", [algorithm(), fails()], depth=2)
+    assert not comm.is_usable
+    assert comm.handles.kept
 
 
 def test_only_an_exchange_ends_itself(monkeypatch):

@@ -32,12 +32,13 @@ from tests.simulated_mpi import ORDERS, Simulation, SimulationError
 
 #: all from 1 to 33, but with --full only where the cost is high and neighbours say as much
 SIZES = [
-    size if size <= 9 or size in (16, 17) else pytest.param(size, marks=pytest.mark.full)
+    size if size <= 9 or size in (12, 16, 17, 33) else pytest.param(size, marks=pytest.mark.full)
     for size in range(1, 34)
 ]
-#: for whole methods, which take long on many ranks; what they send by is tested at 17, too
+#: for whole methods, which take long on many ranks; what they send by is tested at 33, too
 SIZES_OF_METHODS = [
-    size if size <= 5 else pytest.param(size, marks=pytest.mark.full) for size in range(1, 34)
+    size if size in (1, 2, 3, 4, 5, 8) else pytest.param(size, marks=pytest.mark.full)
+    for size in range(1, 34)
 ]
 orders = st.tuples(st.sampled_from(ORDERS), st.integers(0, 2**16))
 lengths = st.one_of(st.integers(0, 70), st.integers(200, 400))

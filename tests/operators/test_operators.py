@@ -248,7 +248,7 @@ def test_ranks_that_draw_for_themselves_agree_on_the_average():
 def test_variance_of_the_average_over_ranks(ranks, shared):
     """E|C(x)|^2 = d/k |x|^2 on a rank.  Of N equal gradients the average has the error of one where
     all ranks draw alike, and an N-th of it where each draws for itself (Beznosikov et al.)."""
-    d, k, steps = 24, 6, 1500
+    d, k, steps = 24, 6, 4000
     x = np.random.default_rng(3).normal(size=d)
     method = RandomK(density=k / d, error_feedback=False, shared=shared)
     world = World(method, ranks)

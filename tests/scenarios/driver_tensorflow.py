@@ -16,10 +16,6 @@ from tests.scenarios import oracle
 
 tf.config.threading.set_inter_op_parallelism_threads(2)
 tf.config.threading.set_intra_op_parallelism_threads(1)
-# Grappler takes a third of the time of graphs that run for a few steps; some jobs leave it on.
-tf.config.optimizer.set_experimental_options(
-    {"disable_meta_optimizer": os.environ.get("SCENARIOS_GRAPPLER") != "1"}
-)
 tf.get_logger().setLevel("ERROR")  # each run has a graph of its own, and is not retracing
 over, _, library = os.environ.get("SCENARIOS_OVER", "tensorflow").partition("-")
 if library == "mpi":  # nothing may import it
@@ -76,7 +72,7 @@ class Run:
             self.optimizer = hvd_keras.DistributedOptimizer(inner, compression=method, **options)
             self.optimizer.build(self.model.trainable_variables)
             self.compression = self.optimizer.compression
-        self.graph = tf.function(self._step, autograph=False)  # as Keras has it in fit()
+        self.graph = tf.function(self._step)
 
     def step(self, number: int, *, passes: int = 1, spoilt: bool = False) -> None:
         for part in range(passes):

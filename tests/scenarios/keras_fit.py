@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -19,6 +20,7 @@ import tensorflow as tf
 
 from hvd_compress import BF16, DGC, FP16, LGC, NoCompression, StagedWarmup, TopK
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.tensorflow.optimizer import CompressedOptimizer, Keras3Optimizer
 from tests.mutations import mutations, same
 from tests.scenarios import applies, horovod_only, oracle
 from tests.scenarios.driver import (
@@ -85,7 +87,7 @@ def without_compression_it_reduces() -> None:
 @horovod_only
 def horovods_own_import_lines_work() -> None:
     for module in map(importlib.import_module, HOROVODS):
-        optimizer = module.DistributedOptimizer(_sgd(), compression=NoCompression)
+        optimizer = module.DistributedOptimizer(_sgd(), compression=DENSE)
         model, _ = _fit(optimizer)
         assert_close(_weights(model), oracle.dense(range(8), hvd.size()))
 
@@ -115,7 +117,7 @@ def drop_ins_take_horovods_options() -> None:
     # Horovod's own drops op here.
     own = hvd if library == "mpi" else importlib.import_module("horovod.tensorflow")
     optimizer = own.DistributedOptimizer(
-        _sgd(oracle.LR / hvd.size()), compression=NoCompression, op=hvd.Sum
+        _sgd(oracle.LR / hvd.size()), compression=DENSE, op=hvd.Sum
     )
     model, _ = _fit(optimizer)
     assert_close(_weights(model), oracle.dense(range(8), hvd.size()))
@@ -124,7 +126,7 @@ def drop_ins_take_horovods_options() -> None:
 def the_graph_is_traced_once() -> None:
     run = train(make(SPARSE), range(6))
     assert run.graph.experimental_get_tracing_count() == 1
-    method = DGC(density=StagedWarmup(densities=(1.0, 0.02)), min_size=0)
+    method = DGC(density=StagedWarmup(densities=(1.0, 0.25, 0.02)), min_size=0)
     run = train(make(method), range(6))
     assert run.graph.experimental_get_tracing_count() == 1
     model = model_of("mlp")
@@ -339,6 +341,32 @@ def _apply(optimizer, model, steps) -> None:
         optimizer.apply([tf.constant(g) for g in found.values()], model.trainable_variables)
 
 
+def optimizers_with_attributes_of_our_names_are_saved_and_taken_over() -> None:
+    """Adam and others call their second moments as a method of ours could be called."""
+    names = {name for cls in (Keras3Optimizer, CompressedOptimizer) for name in vars(cls)}
+    for name, cls in sorted(vars(keras.optimizers).items()):
+        if not isinstance(cls, type) or not issubclass(cls, keras.optimizers.Optimizer):
+            continue
+        with contextlib.suppress(TypeError, ValueError):  # it is abstract, or wants another
+            optimizer = cls()
+            optimizer.build([keras.Variable([1.0])])
+            assert not vars(optimizer).keys() & names, name
+    for cls in (keras.optimizers.Adam, keras.optimizers.RMSprop):
+        optimizer = hvd_keras.DistributedOptimizer(cls(1e-3), compression=TopK(density=0.5))
+        model, _ = _fit(optimizer, steps=2)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save(f"{folder}/model.keras")
+            loaded = hvd_keras.load_model(f"{folder}/model.keras", compression=TopK(density=0.5))
+        for x, y in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(x, y)
+        plain = cls(1e-3)
+        plain.build(model.trainable_variables)
+        plain.apply([tf.ones(v.shape) for v in model.trainable_variables])
+        taken = hvd_keras.DistributedOptimizer(plain, compression=TopK(density=0.5))
+        for x, y in zip(plain.variables, taken.variables, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 def checkpoints_of_tensorflow() -> None:
     _checkpoint_of_tensorflow(SPARSE)
     # The layers of each model have other numbers in their names, and those of one, dense_99 and
@@ -349,15 +377,7 @@ def checkpoints_of_tensorflow() -> None:
 
 
 def _checkpoint_of_tensorflow(method) -> None:
-    run = make(method)
-    if trains := method is SPARSE or everything:
-        train(run, range(4))
-    else:  # the graph of LGC takes long to trace
-        run.compression.step.assign(4)
-        for number, state in enumerate(run.compression.store.states.values()):
-            for variable in state.values():
-                drawn = tf.random.stateless_uniform(variable.shape, [number, hvd.rank()])
-                variable.assign(tf.cast(drawn, variable.dtype))
+    run = train(make(method), range(4))
     run.compression.consolidate()
     with tempfile.TemporaryDirectory() as folder:
         saved = tf.train.Checkpoint(model=run.model, compression=run.compression).save(
@@ -370,7 +390,7 @@ def _checkpoint_of_tensorflow(method) -> None:
     assert int(other.compression.step) == 4
     for key, value in run.states().items():
         np.testing.assert_array_equal(other.states()[key], value)
-    if trains:
+    if method is SPARSE or everything:  # that of LGC takes long to trace, a second time
         for r in (run, other):
             train(r, range(4, 8))
         assert_close(other.weights(), run.weights(), 0, 0)
@@ -731,7 +751,7 @@ def damaged_checkpoints_are_refused_whole() -> None:
     """Or they do no harm: whatever is loaded is finite, and a step can be taken."""
     run = train(make(SPARSE), range(2))
     saved, refused = run.compression.values(), 0
-    for what, damaged in mutations(saved, 60):
+    for what, damaged in mutations(saved, 120):
         before = run.compression.values()
         found = _problem_of(run, damaged)
         if found:
@@ -742,7 +762,7 @@ def damaged_checkpoints_are_refused_whole() -> None:
         assert all(np.isfinite(state).all() for state in run.states().values()), what
         run.step(2)
         assert not _problem_of(run, saved)
-    assert refused > 20, refused
+    assert refused > 40, refused
 
 
 def _problem_of(run, values: dict) -> str:

@@ -118,13 +118,13 @@ def layers_may_stay_local() -> None:
     for module in (horovod.keras, hvd_keras):
         model = model_of("mlp")
         optimizer = module.PartialDistributedOptimizer(
-            _sgd(), compression=FP16(), local_layers=model.layers[0], scale_local_gradients=False
+            _sgd(), compression=DENSE, local_layers=model.layers[0], scale_local_gradients=False
         )
         models.append(_fit(optimizer, model=model)[0])
         assert len(optimizer.compression.store.slots) == 2
     model = model_of("mlp")
     optimizer = hvd_keras.DistributedOptimizer(
-        _sgd(), compression=FP16(), scale_local_gradients=False
+        _sgd(), compression=DENSE, scale_local_gradients=False
     )
     for variable in model.layers[0].trainable_variables:
         optimizer.register_local_var(variable)

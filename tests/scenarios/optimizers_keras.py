@@ -58,10 +58,9 @@ def models_are_saved_and_go_on() -> None:
         model, reached = model_of("mlp"), 0
         model.compile(_optimizer(name), loss=LOSS)
         model.optimizer.build(model.trainable_variables)  # so that the graph is traced once
-        # Before the freeze, where there is one, and after it: by default one of each.
-        freezes = name.startswith("OneBit")
-        steps_of = (2, 7) if freezes and everything else (2 if name == "OneBitAdam" else 7,)
-        for steps in steps_of:
+        # Before the freeze, where there is one, and after it; the laws have that of 1-bit LAMB.
+        early = name == "OneBitAdam" or (name == "OneBitLAMB" and everything)
+        for steps in (2, 7) if early else (7,):
             fit(model, range(reached, steps))
             reached = _saved_and_goes_on(name, model, steps, folder)
 

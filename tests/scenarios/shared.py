@@ -44,11 +44,10 @@ SPARSE = DGC(density=0.05)
 
 def warmups() -> None:
     rows = [("step", 2, None), ("epoch", 0.5, 0.25), ("epoch", 2, 1)]
-    densities = (1.0, 0.25, 0.02) if everything else (1.0, 0.02)
     for unit, length, announced in rows if everything else rows[:2]:
-        method = DGC(density=StagedWarmup(unit, length, densities), min_size=0)
+        method = DGC(density=StagedWarmup(unit, length, (1.0, 0.25, 0.02)), min_size=0)
         run = make(method, dtype="float64")
-        expected = DGC(density=StagedWarmup("step", 2, densities), min_size=0)
+        expected = DGC(density=StagedWarmup("step", 2, (1.0, 0.25, 0.02)), min_size=0)
         for step in range(8):
             if announced:
                 run.compression.set_epoch(announced * step)

@@ -198,7 +198,7 @@ def test_bytes_are_exact(row):
 
 
 @law([row for row in TABLE if row.ranks is Trained])
-def test_the_world_has_the_bits_of_the_owners(row):
+def test_ranks_in_one_process_have_the_bits_of_the_owners(row):
     ranks, world = Trained(row.method), Ranks(row.method, SIZE)
     x = [dict(own) for own in ranks.x]
     for _ in range(9):

@@ -1,4 +1,5 @@
-"""How many functions of ours a step enters: what grows with tensors is the hooks' alone."""
+"""How many functions of ours a step enters, polls not counted: what grows with tensors is the
+hooks' alone."""
 
 from __future__ import annotations
 

@@ -522,3 +522,50 @@ def test_parameters_that_are_added_later_are_taken_over_too():
     assert len(second.compression.stats().layers) == 12
     with pytest.raises(hvd.ConfigError, match="taken them over"):
         first.step()
+
+
+@pytest.mark.parametrize("event", ["nothing", "NaN", "discarded", "loaded", "uneven"])
+def test_velocities_of_sums_stay_where_they_are(event):
+    """And the numbers are those of steps that are all made anew."""
+
+    def run(anew):
+        model = make_model()
+        optimizer = distributed(model, "dgc:density=0.05,min_size=1000000")
+        if event == "uneven":
+            last = optimizer.param_groups[0]["params"].pop()
+            optimizer = sgd(model)
+            optimizer.param_groups[0]["params"].pop()
+            optimizer.add_param_group({"params": [last], "momentum": 0.5})
+            named = model.named_parameters()
+            method = hvd.DGC(density=0.05, min_size=1000000)
+            optimizer = hvd.DistributedOptimizer(optimizer, named, compression=method)
+        if event == "discarded":
+            optimizer.compression.keep_undo()
+        places = []
+        for step in range(8):
+            if anew:
+                optimizer.compression.reducer._before = None
+            optimizer.zero_grad()
+            spoilt = event == "NaN" and step == 4
+            (loss_of(model, 0, step) * (float("nan") if spoilt else 1.0)).backward()
+            if event == "discarded" and step == 4:
+                optimizer.compression.discard()
+                continue
+            if spoilt:
+                optimizer.synchronize()
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            states = [optimizer.state[p]["compression.velocity"] for p in model.parameters()]
+            places.append([x.data_ptr() for x in states])
+            if event == "loaded" and step == 4:
+                optimizer.load_state_dict(optimizer.state_dict())
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), places
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that a spoilt step is dropped
+        found, places = run(False)
+        assert torch.equal(found, run(True)[0])
+    assert torch.isfinite(found).all()
+    if event in ("nothing", "uneven"):
+        assert all(place == places[1] for place in places[1:])

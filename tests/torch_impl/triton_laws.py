@@ -157,7 +157,7 @@ def test_predictions_are_met(loops):
     assert 20 <= selection._memory.found[0].item() < 1000
 
 
-@settings(max_examples=10 if INTERPRETED and FEW else 40)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=4),
     ranks=st.integers(1, 4),

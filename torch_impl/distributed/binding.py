@@ -25,7 +25,7 @@ from ..parameters import gradient_dtype
 from ..plain import is_wrapped
 from ..state.momentum import Momentum, check_sparse_step
 from ..state.store import ParameterStore
-from .watched import Watched, begin
+from .watched import Watched, note_begun
 
 logger = logging.getLogger("hvd_compress")
 
@@ -231,7 +231,7 @@ class Binding:
     def _begin_ready(self) -> None:
         ready, self.store.ready = self.store.ready, []
         if ready:
-            begin(ready)
+            note_begun(ready)
             self.exchange_gradients([each.parameter for each in ready], in_backward=True)
 
     def exchange_gradients(
@@ -358,7 +358,7 @@ class Binding:
             p.grad = direction.to(gradient.dtype)
         elif gradient.is_sparse:  # sparse_as_dense: as sparse as it came
             p.grad = direction.to(gradient.dtype).to_sparse(1)
-        elif direction is not gradient:
+        else:
             # Into its own memory, which may be a part of a larger tensor that others hold.
             gradient.copy_(direction)
         self._assigned.append((p, weakref.ref(p.grad)))

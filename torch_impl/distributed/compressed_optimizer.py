@@ -35,7 +35,7 @@ from ..state import checkpoint
 from ..state.momentum import check_group
 from ..state.optimizer_host import loss_of
 from .binding import Binding
-from .watched import Watched, begin, changed
+from .watched import Watched, changed_since, note_begun
 
 #: optimizers that exchange gradients; as many as there are references to them elsewhere
 bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()
@@ -180,7 +180,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         together, needed = self._together(parameter), self.backward_passes_per_step
         everyone = [self._watched[id(q)] for q in together if id(q) in self._watched]
         if len(everyone) == len(together) and all(w.passes == needed for w in everyone):
-            begin(everyone)
+            note_begun(everyone)
             self.compression.exchange_gradients(together, in_backward=True)
 
     def _together(self, p: Parameter) -> tuple[Parameter, ...]:
@@ -240,7 +240,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.check_parameters()  # after the exchange, in which ranks learn if only one differs
 
     def _warn_of_changes(self) -> None:
-        found = changed(self._watched.values())
+        found = changed_since(self._watched.values())
         if not found:
             return
         self._has_warned_of_changes = True

@@ -21,7 +21,7 @@ class Watched:
     address: int = 0
 
 
-def begin(everyone: Iterable[Watched]) -> None:
+def note_begun(everyone: Iterable[Watched]) -> None:
     """Note that gradients are exchanged as they are now."""
     for each in everyone:
         each.is_started = True
@@ -31,7 +31,7 @@ def begin(everyone: Iterable[Watched]) -> None:
             each.address = 0 if gradient.is_sparse else gradient.data_ptr()
 
 
-def changed(everyone: Iterable[Watched]) -> list[torch.nn.Parameter]:
+def changed_since(everyone: Iterable[Watched]) -> list[torch.nn.Parameter]:
     """Return those to whose gradients somebody has written since their exchange began, or put
     others there.  A gradient that was given other memory is not known to have other numbers, and
     views share their version with all of the buffer that they are in."""

@@ -167,7 +167,8 @@ class Worker(ServedModel):
         rules: dict[str, Any],
     ) -> None:
         super().__init__(model, optimizer)
-        method = build(Rules, rules).compression
+        more = ("servers", "worker_timeout", "seed")
+        method = build(Rules, rules, "parameter_server", more).compression
         momentum: Any = 0.0
         nesterov: Any = False
         if method.takes_momentum:

@@ -23,7 +23,7 @@ class Subgroup(Communicator):
     """
 
     whole: Communicator
-    members: Sequence[int] = ()
+    members: Sequence[int] = ()  # in the place of the property, and set below
 
     def __init__(self, whole: Communicator, comm: MPI.Comm, members: tuple[int, ...]) -> None:
         self.whole, self.members = whole, members

@@ -232,9 +232,17 @@ class Work:
         self._waiting: Iterator[tuple[int, Algorithm]] = enumerate(algorithms)
         self._active: list[tuple[int, Algorithm, Wait | Work]] = []
         self._moves = False
-        self._fill()
+        try:
+            self._fill()
+        except BaseException as error:
+            self._failed(error)
+            raise
         if self._active:
             comm.under_way.add(self)
+
+    def _failed(self, error: BaseException) -> None:
+        if self._active:  # messages are in flight, to buffers that these own
+            self.comm.give_up(f"{self.call}: {error!r}", [self])
 
     def _fill(self) -> None:
         while len(self._active) < self._depth:
@@ -268,13 +276,12 @@ class Work:
             if progress:
                 self._fill()
         except BaseException as error:
-            if self._active:  # messages are in flight, to buffers that these own
-                self.comm.give_up(f"{self.call}: {error!r}", [self])
+            self._failed(error)
             raise
         finally:
             self._moves = False
-        if not self._active:
-            self.comm.under_way.discard(self)
+            if not self._active:
+                self.comm.under_way.discard(self)
         return progress
 
     @property

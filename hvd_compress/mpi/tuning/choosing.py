@@ -125,7 +125,12 @@ def _fastest(model: CostModel, comm: Communicator | None = None) -> Run:
             largest = _largest(counts, form)
         pair, item = form.bytes_per_entry(largest), np.dtype(form.wire).itemsize
         name = model.fastest_sparse(largest, form.n, pair=pair, item=item)
-        result = yield from SPARSE[name].run(channel, mine, form)
+        try:
+            result = yield from SPARSE[name].run(channel, mine, form)
+        except BaseException as error:
+            if not arrival.is_over:  # MPI still writes to ``counts``
+                channel.comm.give_up(f"numbers of entries: {error!r}", [arrival])
+            raise
         if comm is not None:
             if not arrival.is_over:
                 yield arrival

@@ -82,7 +82,7 @@ class Neighborhood(NamedTuple):
     weights: tuple[float, ...]
 
     def lazy(self) -> Neighborhood:
-        """Return the network whose matrix is (I + W) / 2."""
+        """Return this rank's part of the graph whose matrix is (I + W) / 2."""
         weights = tuple(w / 2 for w in self.weights)
         return self._replace(own=(1 + self.own) / 2, weights=weights)
 

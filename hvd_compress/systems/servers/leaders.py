@@ -124,8 +124,8 @@ class LeaderServer(ServerEnd):
 
     def _last_parameters(self) -> Arrays:
         """Return the mean of the workers' last parameters, of those that left without an error.
-        Workers with a NaN or Inf are left out.  If nobody is left, the last leader's
-        parameters stand for the mean."""
+        Workers with a NaN or Inf are left out.  If nobody is left, the last leader's parameters
+        stand for the mean."""
         everyone = [own for _, own in sorted(self._last.items())]
         found = [own for own in everyone if all_finite(own)]
         if not found and self._leader:

@@ -46,7 +46,8 @@ class Serving:
         servers: how many serve.
         worker_timeout: seconds after which others go on without a silent worker; see
             :class:`hvd_compress.systems.servers.patience.Patience`.
-        more: ranks have to agree about, and messages bear no sign of.
+        more: further options that ranks have to agree about, as a text that begins with a comma;
+            the tag of messages is not theirs.
     """
 
     _server: ServerEnd
@@ -63,7 +64,7 @@ class Serving:
     ) -> None:
         name = type(self).__name__
         shapes = [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parameters.items()]
-        ranks.agree(f"{name}({options!r}, servers={servers}, {shapes}, {more})")
+        ranks.agree(f"{name}({options!r}, servers={servers}{more}, {shapes})")
         if not is_whole(servers) or not 1 <= servers < ranks.size:
             raise ConfigError(
                 f"servers={servers!r} of {ranks.size} ranks: there must be a server and a worker, "

@@ -89,14 +89,15 @@ class ParameterServer(Serving):
         comm: MPI.Comm | Communicator | None = None,
         **rules: Any,
     ) -> None:
-        self.rules = build(Rules, rules)
+        more = ("servers", "worker_timeout", "seed", "momentum", "nesterov", "comm")
+        self.rules = build(Rules, rules, "ParameterServer", more)
         check_seed(seed)
         ranks = Communicator.of(comm)
         for name, x in parameters.items():
             if x.dtype not in (np.float32, np.float64):
                 raise UnsupportedError(f"{name!r} is {x.dtype}: float32 or float64 are needed")
-        more = f"seed={seed}, momentum={momentum}, nesterov={nesterov}"
-        super().__init__(ranks, parameters, self.rules, servers, worker_timeout, more)
+        agreed = f", seed={seed}, momentum={momentum}, nesterov={nesterov}"
+        super().__init__(ranks, parameters, self.rules, servers, worker_timeout, agreed)
         self.taken = True
         self.epoch: float | None = None
         self._optimizer = SGD() if optimizer is None else optimizer
@@ -196,7 +197,9 @@ class AsynchronousLeaderSGD(Serving):
         comm: MPI.Comm | Communicator | None = None,
         **options: Any,
     ) -> None:
-        self.method, ranks = build(LeaderSGD, options), Communicator.of(comm)
+        own = ("worker_timeout", "comm")
+        self.method = build(LeaderSGD, options, "AsynchronousLeaderSGD", own)
+        ranks = Communicator.of(comm)
         super().__init__(ranks, parameters, self.method, 1, worker_timeout)
         if self.method.groups is not None:
             groups = groups_of(self.method.groups, self.size)
