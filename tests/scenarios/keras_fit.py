@@ -354,6 +354,7 @@ def optimizers_with_attributes_of_our_names_are_saved_and_taken_over() -> None:
     for cls in (keras.optimizers.Adam, keras.optimizers.RMSprop):
         optimizer = hvd_keras.DistributedOptimizer(cls(1e-3), compression=TopK(density=0.5))
         model, _ = _fit(optimizer, steps=2)
+        optimizer.compression.consolidate()
         with tempfile.TemporaryDirectory() as folder:
             model.save(f"{folder}/model.keras")
             loaded = hvd_keras.load_model(f"{folder}/model.keras", compression=TopK(density=0.5))
