@@ -25,7 +25,7 @@ from hvd_compress import Sum, method_names
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, MismatchError, NeedsTuning, UnsupportedError
 from hvd_compress.methods import as_compressor
-from hvd_compress.torch.ddp.replica_engine import ReplicaEngine
+from hvd_compress.torch.ddp.process_groups import ReplicaEngine
 from tests.devices import DEVICE, start_process_group
 from tests.scenarios import of_program, run_all
 

@@ -30,7 +30,7 @@ from hvd_compress.optimizers.outer import OuterSGD
 
 from .ddp import DDPState, ddp_hook
 from .ddp.fsdp import compress_replicas
-from .ddp.replica_engine import engine_over
+from .ddp.process_groups import engine_over
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
 from .replicas import is_group

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hvd_compress.torch import DDPState, ddp_hook
-from hvd_compress.torch.ddp.hook import ProcessGroupEngine
+from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
 from tests import jobs
 from tests.ddp_worker import scenarios_of
 from tests.scenarios import read

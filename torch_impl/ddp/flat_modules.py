@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hvd_compress.errors import ConfigError, UnsupportedError
 
 from ..replicas import STEPS_IN_BACKWARD, check_apart
+from .process_groups import reduce_scatter
 
 #: how to shard a model with FSDP1 for an exchange between replicas
 HOW_FLAT = (
@@ -117,7 +118,7 @@ class FlatModule:
         module._begin(module)
         before, after = unit._gradient_predivide_factor, unit._gradient_postdivide_factor
         full.div_(before)
-        dist.reduce_scatter_tensor(shard, full, group=unit.process_group)
+        reduce_scatter(shard, full, group=unit.process_group)
         module._flat = shard / after
         # A factor that the user has set divides the sum over all ranks, and an average follows.
         module._factor = 1 if before * after == unit.process_group.size() else module._replicas

@@ -33,7 +33,7 @@ from hvd_compress.stats import Stats
 from ..amp import NO_SCALE, refuse_scale, running_scale, watch_scale
 from ..replicas import group_of
 from .flat_modules import FlatModel, FlatModule, FlatPart, is_flat
-from .replica_engine import ReplicaEngine
+from .process_groups import ReplicaEngine
 from .sharded_modules import Part, ShardedModel, ShardedModule
 
 Module: TypeAlias = ShardedModule | FlatModule

@@ -10,9 +10,7 @@ it is sent; exchanges of several rounds finish after the last bucket was sent.
 
 # No postponed annotations here: DDP looks at those of its hook.
 
-import atexit
 import functools
-import time
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -25,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from hvd_compress.base import Compressor
 from hvd_compress.config import check_between, check_choice
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.engines.named import Op
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
@@ -35,121 +32,10 @@ from hvd_compress.stats import Stats
 
 from ..amp import NO_SCALE, current_pass, refuse_scale, running_scale, watch_scale
 from ..eager import run_eagerly
-from ..engine import TorchEngine
 from ..state.rank_states import gathered, own
 from .buckets import check_bucket, cut
-from .lost_ranks import naming_lost_ranks
+from .process_groups import ProcessGroupEngine
 from .used import UsedParameters, may_leave_out
-
-# Its name before PyTorch 2.13 was another one.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Gloo's threads let go of the last collective a moment after it is over, and abort if Python has
-# ended by then; PyTorch alone does so too, if rarely.
-atexit.register(time.sleep, 0.05)
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
-
-class ProcessGroupEngine(TorchEngine):
-    """Exchanges over a process group of ``torch.distributed``, which all ranks start in the same
-    order.
-
-    Args:
-        group: the process group; ``None`` for the default one.
-        device: that of the gradients.
-    """
-
-    def __init__(self, group: Any, device: torch.device) -> None:
-        super().__init__()
-        self._group, self._device = group, device
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self._group)
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self._group)
-
-    def _divisor(self, wire: str | None) -> float:
-        """As PyTorch's hooks do, but by a power of two, which leaves the significands as they
-        are."""
-        return 2.0 ** (self.size - 1).bit_length() if wire == "float16" else 1.0
-
-    def _launch(self, op: Op) -> Any:
-        with naming_lost_ranks(self._group):
-            return self._submitted(op)
-
-    def _wait(self, handle: Any) -> Any:
-        with naming_lost_ranks(self._group):
-            return self._received(handle)
-
-    def _submitted(self, op: Op) -> Any:
-        """Submit a collective, and return it, the tensor that its result will be in, and what to
-        wait for."""
-        op = op._replace(tensor=self._reachable(op.tensor, dist.get_backend(self._group)))
-        if op.arriving is not None:
-            return self._alltoall_single(op, op.arriving.tolist())
-        if op.splits is not None:
-            sizes = op.splits.to(op.tensor.device)
-            theirs = torch.empty_like(sizes)
-            work = dist.all_to_all_single(theirs, sizes, group=self._group, async_op=True)
-            return op, theirs, work
-        if op.kind == "broadcast":
-            result = op.tensor.contiguous().clone()
-            root = op.root if self._group is None else dist.get_global_rank(self._group, op.root)
-            work = dist.broadcast(result, root, group=self._group, async_op=True)
-            return op, result, work
-        tensor = op.tensor.reshape(-1)
-        if op.kind in _OPS:
-            total = tensor if op.in_place else tensor.clone()  # reductions are in place
-            work = dist.all_reduce(total, _OPS[op.kind], group=self._group, async_op=True)
-            return op, total, work
-        if op.kind == "gather_equal":
-            everything = tensor.new_empty(self.size * tensor.numel())
-            return op, everything, self._all_gather(everything, tensor)
-        size = torch.tensor([tensor.numel()], device=tensor.device)
-        sizes = size.new_empty(self.size)
-        return op, sizes, self._all_gather(sizes, size)
-
-    def _reachable(self, tensor: torch.Tensor, backend: str) -> torch.Tensor:
-        """Return a tensor where the library can read it: NCCL reads a GPU's memory only."""
-        if backend == dist.Backend.NCCL and not tensor.is_cuda:
-            return tensor.to(self._device)
-        return tensor
-
-    def _alltoall_single(self, op: Op, mine: list[int]) -> Any:
-        received = op.tensor.new_empty(sum(mine))
-        sizes = op.splits.tolist()
-        work = dist.all_to_all_single(
-            received, op.tensor, mine, sizes, group=self._group, async_op=True
-        )
-        return op, received, work
-
-    def _all_gather(self, into: torch.Tensor, x: torch.Tensor) -> Any:
-        return _all_gather_single(into, x, group=self._group, async_op=True)
-
-    def _received(self, handle: Any) -> Any:
-        op, received, work = handle
-        work.wait()
-        if op.arriving is not None:
-            return received, None
-        if op.splits is not None:
-            sizes = received.tolist()
-            _, everything, work = self._alltoall_single(op, sizes)
-            work.wait()
-            return everything, sizes
-        if op.kind in (*_OPS, "broadcast"):
-            return received.view(op.tensor.shape)
-        if op.kind == "gather_equal":
-            return received
-        # Ranks' messages have different lengths: they are sent as long as the longest.
-        sizes = received.tolist()
-        padded = op.tensor.new_zeros(max(sizes))
-        padded[: op.tensor.numel()] = op.tensor
-        everything = padded.new_empty(self.size * padded.numel())
-        self._all_gather(everything, padded).wait()
-        rows = everything.view(self.size, -1)
-        return torch.cat([row[:n] for row, n in zip(rows, sizes, strict=True)])
 
 
 class _HookBucket(NamedTuple):

@@ -12,7 +12,7 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.errors import CompressionError, ConfigError, MismatchError, UnsupportedError
 from hvd_compress.reduce.state_file import refused
 
-from ..ddp.replica_engine import ReplicaEngine
+from ..ddp.process_groups import ReplicaEngine
 from ..distributed.compressed_optimizer import (
     CompressedOptimizer,
     no_copy,

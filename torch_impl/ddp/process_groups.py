@@ -1,0 +1,154 @@
+"""Engines over process groups of ``torch.distributed``."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Generator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvd_compress.engines.named import Op
+
+from ..engine import TorchEngine
+from ..replicas import group_of
+from .lost_ranks import naming_lost_ranks
+
+# Their names before PyTorch 2.13 were others.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Gloo's threads let go of the last collective a moment after it is over, and abort if Python has
+# ended by then; PyTorch alone does so too, if rarely.
+atexit.register(time.sleep, 0.05)
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class ProcessGroupEngine(TorchEngine):
+    """Exchanges over a process group of ``torch.distributed``, which all ranks start in the same
+    order.
+
+    Args:
+        group: the process group; ``None`` for the default one.
+        device: that of the gradients.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        super().__init__()
+        self.group, self._device = group, device
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def _divisor(self, wire: str | None) -> float:
+        """As PyTorch's hooks do, but by a power of two, which leaves the significands as they
+        are."""
+        return 2.0 ** (self.size - 1).bit_length() if wire == "float16" else 1.0
+
+    def _launch(self, op: Op) -> Any:
+        with naming_lost_ranks(self.group):
+            return self._submitted(op)
+
+    def _wait(self, handle: Any) -> Any:
+        with naming_lost_ranks(self.group):
+            return self._received(handle)
+
+    def _submitted(self, op: Op) -> Any:
+        """Submit a collective, and return it, the tensor that its result will be in, and what to
+        wait for."""
+        op = op._replace(tensor=self._reachable(op.tensor, dist.get_backend(self.group)))
+        if op.arriving is not None:
+            return self._alltoall_single(op, op.arriving.tolist())
+        if op.splits is not None:
+            sizes = op.splits.to(op.tensor.device)
+            theirs = torch.empty_like(sizes)
+            work = dist.all_to_all_single(theirs, sizes, group=self.group, async_op=True)
+            return op, theirs, work
+        if op.kind == "broadcast":
+            result = op.tensor.contiguous().clone()
+            root = op.root if self.group is None else dist.get_global_rank(self.group, op.root)
+            work = dist.broadcast(result, root, group=self.group, async_op=True)
+            return op, result, work
+        tensor = op.tensor.reshape(-1)
+        if op.kind in _OPS:
+            total = tensor if op.in_place else tensor.clone()  # reductions are in place
+            work = dist.all_reduce(total, _OPS[op.kind], group=self.group, async_op=True)
+            return op, total, work
+        if op.kind == "gather_equal":
+            everything = tensor.new_empty(self.size * tensor.numel())
+            return op, everything, self._all_gather(everything, tensor)
+        size = torch.tensor([tensor.numel()], device=tensor.device)
+        sizes = size.new_empty(self.size)
+        return op, sizes, self._all_gather(sizes, size)
+
+    def _reachable(self, tensor: torch.Tensor, backend: str) -> torch.Tensor:
+        """Return a tensor where the library can read it: NCCL reads a GPU's memory only."""
+        if backend == dist.Backend.NCCL and not tensor.is_cuda:
+            return tensor.to(self._device)
+        return tensor
+
+    def _alltoall_single(self, op: Op, mine: list[int]) -> Any:
+        received = op.tensor.new_empty(sum(mine))
+        sizes = op.splits.tolist()
+        work = dist.all_to_all_single(
+            received, op.tensor, mine, sizes, group=self.group, async_op=True
+        )
+        return op, received, work
+
+    def _all_gather(self, into: torch.Tensor, x: torch.Tensor) -> Any:
+        return all_gather(into, x, group=self.group, async_op=True)
+
+    def _received(self, handle: Any) -> Any:
+        op, received, work = handle
+        work.wait()
+        if op.arriving is not None:
+            return received, None
+        if op.splits is not None:
+            sizes = received.tolist()
+            _, everything, work = self._alltoall_single(op, sizes)
+            work.wait()
+            return everything, sizes
+        if op.kind in (*_OPS, "broadcast"):
+            return received.view(op.tensor.shape)
+        if op.kind == "gather_equal":
+            return received
+        # Ranks' messages have different lengths: they are sent as long as the longest.
+        sizes = received.tolist()
+        padded = op.tensor.new_zeros(max(sizes))
+        padded[: op.tensor.numel()] = op.tensor
+        everything = padded.new_empty(self.size * padded.numel())
+        self._all_gather(everything, padded).wait()
+        rows = everything.view(self.size, -1)
+        return torch.cat([row[:n] for row, n in zip(rows, sizes, strict=True)])
+
+
+class ReplicaEngine(ProcessGroupEngine):
+    """Exchanges between replicas, in which half precisions are added in float32: 16 bits travel, as
+    many as in a ring, and the sum is rounded once."""
+
+    def _sum(self, array: torch.Tensor, name: str) -> Generator[Op, Any, torch.Tensor]:
+        half = array.dtype in (torch.float16, torch.bfloat16)
+        if not half or self.size == 2:  # where there is one addition, which every library rounds so
+            return (yield Op("sum", name, array))
+        flat = array.reshape(-1)
+        parts = torch.tensor_split(flat, self.size)
+        splits = self._splits([part.numel() for part in parts])
+        arriving = self._splits([parts[self.rank].numel()] * self.size)
+        mine, _ = yield Op("alltoall", f"{name}.scatter", flat, splits, arriving)
+        summed = mine.view(self.size, -1).float().sum(0).to(array.dtype)
+        total = yield Op("gather", f"{name}.gather", summed)
+        return total.view(array.shape)
+
+    _sum_bfloat16 = _sum
+
+
+def engine_over(replicas: Any) -> ReplicaEngine:
+    """Return an engine over a mesh of one dimension, or a process group."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current one
+    return ReplicaEngine(group_of(replicas), device)
