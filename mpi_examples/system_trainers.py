@@ -112,8 +112,9 @@ class Served(Trainer):
 
     def sent(self) -> int:
         """On the server, what it sent in the whole run."""
-        [found] = self.worker.stats() if self.worker.is_server else [None]
-        return self.worker.server.bytes_sent if found is None else found.bytes_down
+        if self.worker.is_server:
+            return self.worker.stats().bytes_down
+        return self.worker.server.bytes_sent
 
 
 def trainer_of(system: System, model: torch.nn.Module, steps: int) -> Trainer:

@@ -128,11 +128,5 @@ SYSTEMS = {
     "server": System("gradients up, parameters down", "server", {}),
     "server_backup": System("the same; the last one is dropped", "server", {"backup": 1}),
     "server_async": System("the same, nobody waits", "server", {"mode": "async"}, 0.02),
-    "server_dc_asgd": System(
-        "the same, delays compensated",
-        "server",
-        {"mode": "async", "correction": "compensate"},
-        0.02,
-    ),
     "alone": System("nothing", "alone", None),
 }

@@ -1,8 +1,7 @@
-"""Train on digits with a parameter server: synchronous, asynchronous, by Leader SGD and EASGD.
+"""Train on digits with a parameter server: synchronous, asynchronous, and by Leader SGD.
 
     python -m mpi_examples.train_parameter_server
     python -m mpi_examples.train_parameter_server --straggler 0.02
-    mpirun -np 6 python -m mpi_examples.train_parameter_server --servers 2
 
 With --straggler one of the workers sleeps in every step.  All take equally many; the time in the
 table is that of the median worker, which shows who waits for the slow one.
@@ -30,26 +29,14 @@ TOP_K = "topk:density=0.05"
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "sync, 1 backup": {"backup": 1},
-    "bounded, 2 ahead": {"mode": "bounded", "staleness": 2},
     "async": {"mode": "async"},
-    "async, divide": {"mode": "async", "correction": "divide"},
-    "async, compensate": {"mode": "async", "correction": "compensate"},
-    "async, adaptive": {"mode": "async", "correction": "compensate_adaptive"},
-    "sync, top-k up": {"compression": TOP_K},
-    "sync, top-k both": {"compression": TOP_K, "compression_down": TOP_K},
-    "async, top-k both": {"mode": "async", "compression": TOP_K, "compression_down": TOP_K},
+    "sync, top-k": {"compression": TOP_K},
+    "async, top-k": {"mode": "async", "compression": TOP_K},
 }
-#: these take local steps: the server names leaders, or has a centre; all with one server here
-LOCAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "leaders, one": (
-        "AsynchronousLeaderSGD",
-        {"local_every": 4, "global_every": 4, "local_pull": 0, "local_drift": 0},
-    ),
-    "leaders, groups of 2": (
-        "AsynchronousLeaderSGD",
-        {"local_every": 4, "global_every": 8, "groups": 2},
-    ),
-    "easgd": ("AsynchronousEASGD", {"sync_every": 4}),
+#: asynchronous Leader SGD, whose workers take local steps
+LEADERS: dict[str, dict[str, Any]] = {
+    "leaders, one": {"local_every": 4, "global_every": 4, "local_pull": 0, "local_drift": 0},
+    "leaders, groups of 2": {"local_every": 4, "global_every": 8, "groups": 2},
 }
 
 
@@ -57,31 +44,26 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    modes = [*MODES, *LOCAL]
+    modes = [*MODES, *LEADERS]
     parser.add_argument("--modes", nargs="+", choices=modes, default=modes, metavar="MODE")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3, help="runs per mode")
     parser.add_argument("--batch-size", type=int, default=16, help="per worker")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--workers", type=int, default=4, help="when started without mpirun")
-    parser.add_argument("--servers", type=int, default=1)
     parser.add_argument(
         "--straggler", type=float, default=0.0, metavar="SECONDS", help="of sleep of worker 0"
     )
     parser.add_argument("--output", type=picture_file, default=Path("results/parameter_server.png"))
     options = parser.parse_args()
-    check_counts(parser, options, "epochs", "seeds", "batch_size", "workers", "servers")
-    if options.servers > 1 and options.modes == modes:
-        options.modes = list(MODES)
-    if options.servers > 1 and not MODES.keys() >= {*options.modes}:
-        parser.error("leaders and easgd need --servers 1")
+    check_counts(parser, options, "epochs", "seeds", "batch_size", "workers")
     if options.straggler < 0 or options.lr <= 0:
         parser.error("--straggler must be 0 or more, and --lr more than 0")
     return options
 
 
 options = arguments()
-under_mpirun(options.workers + options.servers)
+under_mpirun(options.workers + 1)
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -97,8 +79,8 @@ world = MPI.COMM_WORLD
 
 @dataclasses.dataclass
 class Run:
-    """What a run ended with; bytes are those of a gradient, and of a reply, over all servers, and
-    the seconds those until the median worker had taken its steps."""
+    """The result of a run; bytes are those of a gradient, and of a reply, and the seconds those
+    until the median worker had taken its steps."""
 
     accuracy: float
     up: float
@@ -119,11 +101,10 @@ def train(mode: str, seed: int, bar: tqdm) -> Run:
     )
     sgd = torch.optim.SGD(model.parameters(), lr=options.lr)
     worker: Any
-    if mode in LOCAL:
-        name, own_options = LOCAL[mode]
-        worker = getattr(hvd, name)(model, sgd, **own_options)
+    if mode in LEADERS:
+        worker = hvd.AsynchronousLeaderSGD(model, sgd, **LEADERS[mode])
     else:
-        worker = hvd.parameter_server(model, sgd, servers=options.servers, seed=seed, **MODES[mode])
+        worker = hvd.parameter_server(model, sgd, seed=seed, **MODES[mode])
     count = len(x) // worker.size // options.batch_size
     if not count:
         raise SystemExit("no full batch for each worker: use a smaller --batch-size")
@@ -139,9 +120,9 @@ def train(mode: str, seed: int, bar: tqdm) -> Run:
                 sgd.zero_grad()
                 loss = functional.cross_entropy(model(x[batch]), y[batch])
                 loss.backward()
-                worker.step(*[loss.detach()] * (mode in LOCAL))
+                worker.step(*[loss.detach()] * (mode in LEADERS))
         own = time.perf_counter() - start
-    seconds = statistics.median(world.allgather(own)[options.servers :])
+    seconds = statistics.median(world.allgather(own)[1:])
     with torch.no_grad():
         right = (model(x_test).argmax(1) == y_test).float().mean().item()
     if len(set(world.allgather(right))) > 1:
@@ -149,15 +130,14 @@ def train(mode: str, seed: int, bar: tqdm) -> Run:
     bar.set_postfix_str(f"{mode}, seed {seed}")
     bar.update()
     found = worker.stats()
-    pushes = found[0].pushes
     return Run(
         100 * right,
-        sum(each.bytes_up for each in found) / pushes,
-        sum(each.bytes_down for each in found) / pushes,
-        statistics.mean(each.mean_staleness for each in found),
-        max((tau for each in found for tau in each.staleness), default=0),
-        found[0].dropped.total(),
-        pushes,
+        found.bytes_up / found.pushes,
+        found.bytes_down / found.pushes,
+        found.mean_staleness,
+        max(found.staleness, default=0),
+        found.dropped.total(),
+        found.pushes,
         seconds,
     )
 
@@ -195,7 +175,7 @@ def picture(runs: dict[str, list[Run]]) -> None:
     slow = f", one worker {1000 * options.straggler:g} ms slower" if options.straggler else ""
     axes.set(
         xlabel="seconds until the median worker has taken its steps",
-        title=f"Digits, {world.size - options.servers} workers{slow}",
+        title=f"Digits, {world.size - 1} workers{slow}",
     )
     save(figure, options.output)
 
@@ -212,8 +192,8 @@ def main() -> None:
         return
     slow = f"; worker 0 sleeps {1000 * options.straggler:g} ms a step" if options.straggler else ""
     print(
-        f"\n{world.size - options.servers} workers, {options.servers} server(s), {options.epochs} "
-        f"epochs, {options.seeds} seeds{slow}\n"
+        f"\n{world.size - 1} workers, a server, {options.epochs} epochs, {options.seeds} seeds"
+        f"{slow}\n"
     )
     print(table(runs))
     picture(runs)

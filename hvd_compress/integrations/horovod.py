@@ -183,10 +183,6 @@ def rest_of(horovod: ModuleType | ImportError, name: str, package: str, framewor
     return getattr(horovod, name)
 
 
-#: servers with the same name in PyTorch and NumPy
-_ASYNCHRONOUS = ("AsynchronousEASGD", "AsynchronousLeaderSGD")
-
-
 class _NotHereError(UnsupportedError, AttributeError):
     """For ``hasattr``, to which the name is not there, and for users, who are told where it is."""
 
@@ -194,8 +190,8 @@ class _NotHereError(UnsupportedError, AttributeError):
 def check_server(name: str) -> None:
     """Raise ``UnsupportedError`` for a name that is of parameter servers: these are for PyTorch and
     NumPy, over MPI alone."""
-    if name in {"parameter_server", "ParameterServer", *_ASYNCHRONOUS}:
-        there = name if name in _ASYNCHRONOUS else "ParameterServer"
+    if name in {"parameter_server", "ParameterServer", "AsynchronousLeaderSGD"}:
+        there = "ParameterServer" if name == "parameter_server" else name
         raise _NotHereError(
             f"hvd.{name} is there over MPI alone, for PyTorch (import hvd_compress.torch.mpi as "
             f"hvd) and for NumPy arrays (hvd_compress.mpi.{there}), and not for TensorFlow and "

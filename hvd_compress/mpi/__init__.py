@@ -64,7 +64,6 @@ __all__ += errors.__all__
 
 #: what is built on this package, and found in it by its users
 _SYSTEMS = {
-    "AsynchronousEASGD": "servers.mpi.workers",
     "AsynchronousLeaderSGD": "servers.mpi.workers",
     "ParameterServer": "servers.mpi.workers",
     "Reducer": "mpi.reducer",

@@ -742,7 +742,7 @@ def what_cannot_work_says_what_to_write() -> None:
         run.optimizer.apply([tf.ones([2])], [keras.Variable(tf.ones([2]))])
     with raises(AttributeError, "no_such_thing"):
         _ = hvd.no_such_thing
-    for name in ("parameter_server", "AsynchronousEASGD"):
+    for name in ("parameter_server", "AsynchronousLeaderSGD"):
         with raises(UnsupportedError, f"hvd.{name}", "hvd_compress.torch.mpi", "LocalSGD"):
             getattr(hvd, name)
     assert {"init", "rank", "allreduce", "DGC", "bind"} <= set(dir(hvd))

@@ -240,7 +240,7 @@ class Served:
         self.size, self._bad, self._frozen = size, None, set()
         self.targets = [{n: random.normal(size=5) for n in names} for _ in range(size)]
         start = {n: np.zeros(5) for n in names}
-        self.sim = Simulation(start, self._gradient, size, rules, lambda: SGD(LR))
+        self.sim = Simulation(start, self._gradient, size, rules, SGD(LR))
 
     def _gradient(self, worker, x, step):
         bad, self._bad = self._bad == worker, self._bad if self._bad != worker else None
@@ -251,7 +251,7 @@ class Served:
 
     @property
     def x(self):
-        return [self.sim.known(worker) for worker in range(self.size)]
+        return [link.parameters for link in self.sim.links]
 
     def run(self, steps):
         for _ in range(steps):
@@ -273,5 +273,5 @@ class Served:
         self._frozen.clear()
 
     def counted(self):
-        links = [own[0] for own in self.sim.links]
-        return [sum(link.bytes_sent for link in links)], [self.sim.servers[0].stats.bytes_up]
+        sent = sum(link.bytes_sent for link in self.sim.links)
+        return [sent], [self.sim.server.stats.bytes_up]

@@ -111,8 +111,7 @@ TEACHERS = (
 )
 SERVERS = (
     _served(),
-    _served(compression=TOP_K, compression_down=TOP_K),
-    _served("async", correction="compensate"),
-    _served("bounded", staleness=1),
+    _served(compression=TOP_K),
+    _served("async"),
 )
 TABLE = (*ROUNDS, *GRAPHS, *TEACHERS, *SERVERS)

@@ -127,7 +127,7 @@ def test_nan_on_a_rank_does_not_stay_there_without_a_word(row, after):
         assert len(set(finite)) == 1, finite
     if finite[0]:
         said = any("NaN or Inf" in str(each.message) for each in caught)
-        assert said or ranks.sim.servers[0].stats.non_finite == 1
+        assert said or ranks.sim.server.stats.non_finite == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ranks.run(8)

@@ -40,7 +40,7 @@ from .optimizer import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from .servers import AsynchronousEASGD, AsynchronousLeaderSGD, parameter_server
+from .servers import AsynchronousLeaderSGD, parameter_server
 
 average_parameters = averaging(collectives, __name__)
 globals().update(SYSTEMS)
@@ -48,7 +48,6 @@ globals().update(SYSTEMS)
 __all__ = [
     *_methods,
     *_names,
-    "AsynchronousEASGD",
     "AsynchronousLeaderSGD",
     "DistributedOptimizer",
     "allgather",

@@ -1,12 +1,12 @@
-"""Models of PyTorch whose parameters servers own, on other ranks of the job: a parameter server,
-asynchronous Leader SGD and elastic averaging, over MPI."""
+"""Models of PyTorch that meet at a server over MPI, on rank 0: a parameter server, and asynchronous
+Leader SGD."""
 
 from __future__ import annotations
 
 import collections
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -44,9 +44,9 @@ class ServedModel:
             )
         if is_distributed(optimizer):
             raise ConfigError(
-                "this optimizer is distributed already, and workers meet at the servers: pass the "
-                "one that it was made from, for instance torch.optim.SGD(...); for local steps on "
-                "a server use hvd.AsynchronousEASGD(model, optimizer)"
+                "this optimizer is distributed already, and workers meet at the server: pass the "
+                "one that it was made from, for instance torch.optim.SGD(...); for local steps "
+                "with a server use hvd.AsynchronousLeaderSGD(model, optimizer)"
             )
         check_model(model)
         self._optimizer = optimizer
@@ -62,7 +62,7 @@ class ServedModel:
         if not self._parameters:
             raise ConfigError(
                 "no parameter of the optimizer is trained: set requires_grad before the workers "
-                "are made, since servers own what is trained then"
+                "are made, since the server owns what is trained then"
             )
 
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -81,11 +81,11 @@ class ServedModel:
         return self.server.size
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the loader's batches on workers, as long as there are servers; none on servers."""
+        """Yield the loader's batches on workers, as long as the server lives; none on it."""
         return self.server.batches(loader)
 
-    def stats(self) -> list[ServerStats]:
-        """Return what each server has counted, on every rank, behind the ``with`` statement."""
+    def stats(self) -> ServerStats:
+        """Return what the server has counted, on every rank, after the ``with`` statement."""
         return self.server.stats()
 
     @torch.no_grad()
@@ -105,7 +105,7 @@ class ServedModel:
 
 
 def as_array(x: torch.Tensor) -> np.ndarray:
-    """Return an array for the servers, of float64 or else float32."""
+    """Return an array for the server, of float64 or else float32."""
     wide = x.detach().to("cpu", x.dtype if x.dtype == torch.float64 else torch.float32)
     return wide.numpy()
 
@@ -114,7 +114,6 @@ def parameter_server(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    servers: int = 1,
     worker_timeout: float = 60.0,
     seed: int = 0,
     **rules: Any,
@@ -127,17 +126,16 @@ def parameter_server(
                 loss(model(x), y).backward()
                 worker.step()
 
-    The first ``servers`` ranks serve and get no batches.  The user's optimizer steps there, on the
-    servers' pieces, with the learning rates that it has on the worker.  Buffers of the model, such
-    as running statistics, stay on their rank.
+    Rank 0 serves and gets no batches.  The user's optimizer steps there, with the learning rates
+    that it has on the worker.  Buffers of the model, such as running statistics, stay on their
+    rank.
 
     Args:
         model: its trained parameters are those of the optimizer; all ranks get those of rank 0.
-        optimizer: of any class that needs no closure; with several servers, one that works element
-            by element.
-        servers, worker_timeout, seed: see :class:`hvd_compress.mpi.ParameterServer`.
+        optimizer: of any class that needs no closure.
+        worker_timeout, seed: see :class:`hvd_compress.mpi.ParameterServer`.
         rules: options of :class:`hvd_compress.systems.servers.Rules`: ``mode``, ``backup``,
-            ``staleness``, ``correction``, ``lam``, ``compression``, ``compression_down``.
+            ``compression``.
 
     Raises:
         ConfigError: an option has a value that cannot be honoured.
@@ -145,14 +143,14 @@ def parameter_server(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS needs a closure, which a server cannot call: use SGD or Adam")
-    return Worker(model, optimizer, servers, worker_timeout, seed, rules)
+    return Worker(model, optimizer, worker_timeout, seed, rules)
 
 
 class Worker(ServedModel):
     """This rank's part; see :func:`parameter_server`.
 
     Attributes:
-        taken: whether the servers have used the last gradient.
+        taken: whether the server has used the last gradient.
     """
 
     server: mpi.ParameterServer
@@ -161,13 +159,12 @@ class Worker(ServedModel):
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        servers: int,
         worker_timeout: float,
         seed: int,
         rules: dict[str, Any],
     ) -> None:
         super().__init__(model, optimizer)
-        more = ("servers", "worker_timeout", "seed")
+        more = ("worker_timeout", "seed")
         method = build(Rules, rules, "parameter_server", more).compression
         momentum: Any = 0.0
         nesterov: Any = False
@@ -182,7 +179,6 @@ class Worker(ServedModel):
         self.server = mpi.ParameterServer(
             self._arrays(),
             _OnServer(optimizer, self._names, bool(method.takes_momentum)),
-            servers=servers,
             worker_timeout=worker_timeout,
             seed=seed,
             momentum=momentum if method.momentum is None else method.momentum,
@@ -215,10 +211,10 @@ class Worker(ServedModel):
 
 
 class _OnServer:
-    """The user's optimizer, over the pieces that a server owns.
+    """The user's optimizer, over the arrays that the server owns.
 
-    It is a copy, whose parameters share memory with the server's arrays; state that the optimizer
-    has already is cut as the parameters are.
+    It is a copy, whose parameters share memory with the server's arrays; it begins with the state
+    that the optimizer has already.
     """
 
     def __init__(
@@ -226,18 +222,16 @@ class _OnServer:
     ) -> None:
         self._theirs, self._names, self._without_momentum = optimizer, names, frozen
         self._copy: torch.optim.Optimizer | None = None
-        self._pieces: dict[str, Parameter] = {}
+        self._parameters: dict[str, Parameter] = {}
 
-    def step(
-        self, parameters: Arrays, gradients: Arrays, rates: Sequence[float], scale: float = 1.0
-    ) -> None:
+    def step(self, parameters: Arrays, gradients: Arrays, rates: Sequence[float]) -> None:
         if self._copy is None:
             self._copy = self._made(parameters)
-        for name, p in self._pieces.items():
+        for name, p in self._parameters.items():
             g = gradients.get(name)
             p.grad = None if g is None else torch.from_numpy(np.ascontiguousarray(g))
         for i, group in enumerate(self._copy.param_groups):
-            group["lr"] = scale * (rates[i] if rates else self._theirs.param_groups[i]["lr"])
+            group["lr"] = rates[i] if rates else self._theirs.param_groups[i]["lr"]
         self._copy.step()
 
     def _made(self, parameters: Mapping[str, np.ndarray]) -> torch.optim.Optimizer:
@@ -246,61 +240,28 @@ class _OnServer:
         for group in self._theirs.param_groups:
             own = []
             for p in group["params"]:
-                for name in self._pieces_of(p, parameters):
-                    piece = torch.nn.Parameter(torch.from_numpy(parameters[name]))
-                    self._pieces[name] = piece
-                    own.append(piece)
-                    if p in self._theirs.state:
-                        made.state[piece] = _cut(self._theirs.state[p], p, name, piece)
+                name = self._names[p]
+                if name not in parameters:
+                    continue  # it is not trained
+                mine = self._parameters[name] = torch.nn.Parameter(
+                    torch.from_numpy(parameters[name])
+                )
+                own.append(mine)
+                if p in self._theirs.state:
+                    made.state[mine] = {
+                        key: x.detach().clone().to(mine.dtype)
+                        if isinstance(x, torch.Tensor) and x.shape == p.shape and p.dim()
+                        else copy.deepcopy(x)
+                        for key, x in self._theirs.state[p].items()
+                    }
             changed = {**group, "params": own}
             if self._without_momentum:
                 changed |= {"momentum": 0.0, "nesterov": False}
             made.param_groups.append(changed)
         return made
 
-    def _pieces_of(self, p: Parameter, parameters: Mapping[str, np.ndarray]) -> list[str]:
-        whole = self._names[p]
-        return [n for n in parameters if n == whole or n.startswith(f"{whole}[")]
 
-
-def _cut(state: Mapping[str, Any], p: Parameter, name: str, piece: Parameter) -> dict[str, Any]:
-    """Return the part of a parameter's state that belongs to a piece."""
-    rows = slice(None)
-    if name.endswith("]") and p.dim() and len(piece) < len(p):
-        rows = slice(*map(int, name.rpartition("[")[2][:-1].split(":")))
-    return {
-        key: x[rows].detach().clone().to(piece.dtype)
-        if isinstance(x, torch.Tensor) and x.shape == p.shape and p.dim()
-        else copy.deepcopy(x)
-        for key, x in state.items()
-    }
-
-
-class _Asynchronous(ServedModel):
-    server_class: ClassVar[Any]
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
-    ) -> None:
-        super().__init__(model, optimizer)
-        comm = global_process_set.communicator
-        self.server = self.server_class(self._arrays(), comm=comm, **options)
-        self._load()
-
-    def step(self, loss: Any) -> None:
-        """Let the optimizer step on this worker's gradients, and tell the server.
-
-        Args:
-            loss: of the batch, a number or a tensor of one element.
-        """
-        self._optimizer.step()
-        self.server.step(self._arrays(), float(torch.as_tensor(loss).detach()))
-        self._load()
-        if self.server.recovered:  # momentum would lead to NaN again
-            self._optimizer.state.clear()
-
-
-class AsynchronousLeaderSGD(_Asynchronous):
+class AsynchronousLeaderSGD(ServedModel):
     """Leader SGD whose workers take steps at their own speed; a collective, after ``hvd.init()``::
 
         with hvd.AsynchronousLeaderSGD(model, optimizer, local_every=4) as worker:
@@ -330,41 +291,27 @@ class AsynchronousLeaderSGD(_Asynchronous):
     >>> hvd.AsynchronousLeaderSGD(model, torch.optim.SGD(model.parameters(), lr=0.1))
     Traceback (most recent call last):
         ...
-    hvd_compress.errors.ConfigError: servers=1 of 1 ranks: there must be a server and a worker, ...
+    hvd_compress.errors.ConfigError: AsynchronousLeaderSGD on 1 rank: there must be a server and ...
     """
 
-    server_class = mpi.AsynchronousLeaderSGD
+    server: mpi.AsynchronousLeaderSGD
 
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> None:
+        super().__init__(model, optimizer)
+        comm = global_process_set.communicator
+        self.server = mpi.AsynchronousLeaderSGD(self._arrays(), comm=comm, **options)
+        self._load()
 
-class AsynchronousEASGD(_Asynchronous):
-    """Elastic averaging whose workers meet the centre at their own speed; a collective.  It is used
-    as :class:`AsynchronousLeaderSGD`; behind the statement all ranks have the centre.
-
-    With ``torch.optim.SGD(..., nesterov=True)`` it is asynchronous EAMSGD, but that the force acts
-    at the parameters after the local step.
-
-    Args:
-        model, optimizer: see :class:`AsynchronousLeaderSGD`.
-        options: ``sync_every``, ``alpha``, ``servers`` and ``worker_timeout`` of
-            :class:`hvd_compress.mpi.AsynchronousEASGD`.
-
-    Raises: what :class:`AsynchronousLeaderSGD` does.
-
-    A rank alone has nobody to serve:
-
-    >>> model = torch.nn.Linear(2, 1)
-    >>> hvd.AsynchronousEASGD(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    Traceback (most recent call last):
-        ...
-    hvd_compress.errors.ConfigError: servers=1 of 1 ranks: there must be a server and a worker, ...
-    """
-
-    server_class = mpi.AsynchronousEASGD
-
-    def step(self, loss: Any = None) -> None:
-        """Let the optimizer step on this worker's gradients, and meet the centre if that is due.
+    def step(self, loss: Any) -> None:
+        """Let the optimizer step on this worker's gradients, and tell the server.
 
         Args:
-            loss: not needed, since elastic averaging has no leader.
+            loss: of the batch, a number or a tensor of one element.
         """
-        super().step(0.0 if loss is None else loss)
+        self._optimizer.step()
+        self.server.step(self._arrays(), float(torch.as_tensor(loss).detach()))
+        self._load()
+        if self.server.recovered:  # momentum would lead to NaN again
+            self._optimizer.state.clear()

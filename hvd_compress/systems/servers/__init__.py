@@ -1,4 +1,4 @@
-"""A parameter server: some ranks own the parameters and step, the others compute gradients.
+"""A parameter server: one rank owns the parameters and steps, the others compute gradients.
 
 Here is all that needs no network: :class:`Server` and :class:`Link` are the two ends, which take
 and return messages, and :class:`Simulation` runs them in one process in a scripted order.

@@ -26,7 +26,7 @@ class CodedMessage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LinkCoder:
-    """Both ends of one way, of one worker.
+    """Both ends of the way of one worker's gradients.
 
     Args:
         method: the compression.
@@ -111,17 +111,13 @@ class LinkCoder:
         )
 
 
-def coders(
-    rules: Rules, worker: int, seed: int, momentum: float, nesterov: bool
-) -> tuple[LinkCoder, LinkCoder]:
-    """Return the coders of the ways from a worker and to it."""
+def coder_of(rules: Rules, worker: int, seed: int, momentum: float, nesterov: bool) -> LinkCoder:
+    """Return the coder of the gradients of a worker."""
     # Workers draw different random numbers, which the server can draw again.
-    own = seed * 2**20 + worker
-    up, down = (
-        LinkCoder(method, own, *((momentum, nesterov) if method.takes_momentum else ()))
-        for method in (rules.compression, rules.compression_down)
-    )
-    return up, down
+    own, method = seed * 2**20 + worker, rules.compression
+    if not method.takes_momentum:
+        return LinkCoder(method, own)
+    return LinkCoder(method, own, momentum, nesterov)
 
 
 def _dense(sent: np.ndarray | Sparse, like: np.ndarray) -> np.ndarray:

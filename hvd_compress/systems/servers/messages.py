@@ -6,7 +6,7 @@ A frame, in which all numbers are little-endian::
     0               the header: kind 5, what the message is (see :class:`MessageKind`), a flag,
                     the tag of the rules, which both ends must have in common, and the number of
                     parts
-    16      i64     number: of the message, among those of its kind between a worker and a server
+    16      i64     number: of a gradient, among those of its worker; 0 in other messages
     24      i64[]   bytes of each part
     ...     u8[]    parts, each padded with zeros to 8 bytes
 """
@@ -134,7 +134,6 @@ class ServerStats:
             ``non_finite`` were NaN or Inf; neither was used.  Of Leader SGD, ``non_finite`` are the
             workers that ended so, which are not in the mean.
         staleness: numbers of gradients by the updates between their parameters and their use.
-        ahead: the most steps that a worker that went on was ahead of the slowest.
         bytes_up, bytes_down: of all messages with gradients, and with parameters.
         lost, failed, returned: workers that were silent too long, that left with an error, and that
             were taken for lost and came back.
@@ -149,7 +148,6 @@ class ServerStats:
     dropped: Counter[int] = dataclasses.field(default_factory=Counter)
     non_finite: int = 0
     staleness: Counter[int] = dataclasses.field(default_factory=Counter)
-    ahead: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
     lost: list[int] = dataclasses.field(default_factory=list)
@@ -263,15 +261,13 @@ class ServerEnd(abc.ABC):
 
 
 class WorkerEnd(abc.ABC):
-    """A worker's end of the way to one server."""
+    """A worker's end of the way to the server."""
 
-    def __init__(
-        self, parameters: Mapping[str, np.ndarray], options: object, server: str = "the server"
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, np.ndarray], options: object) -> None:
         self.parameters: Arrays = {name: np.array(x) for name, x in parameters.items()}
         self.stats: ServerStats | None = None
         self.bytes_sent = self.bytes_received = 0
-        self._server, self._tag = server, tag_of(options)
+        self._tag = tag_of(options)
 
     @property
     def is_over(self) -> bool:
@@ -290,14 +286,14 @@ class WorkerEnd(abc.ABC):
         Raises:
             PayloadError: the frame is damaged, or of other rules.
         """
-        message = decode(frame, self._tag, self._server)
+        message = decode(frame, self._tag, "the server")
         if message.kind is MessageKind.BEAT:
             return False
         self.bytes_received += frame.nbytes
         if message.kind is MessageKind.END:
             head, *parts = message.parts
             self.stats = ServerStats.from_bytes(head)
-            self.parameters = arrays_of(parts, self.parameters, self._server)
+            self.parameters = arrays_of(parts, self.parameters, "the server")
         else:
             self._replied(message)
         return True

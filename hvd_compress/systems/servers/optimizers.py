@@ -1,5 +1,4 @@
-"""Optimizers of servers: formulas over arrays, an optimizer of a framework, or the centre of
-elastic averaging."""
+"""Optimizers of servers: formulas over arrays, or an optimizer of a framework."""
 
 from __future__ import annotations
 
@@ -16,30 +15,23 @@ from hvd_compress.systems.base import Arrays
 
 
 class ServerOptimizer(Protocol):
-    """Steps on a server's pieces."""
+    """Steps on a server's parameters."""
 
-    def step(
-        self, parameters: Arrays, gradients: Arrays, rates: Sequence[float], scale: float = 1.0
-    ) -> None:
+    def step(self, parameters: Arrays, gradients: Arrays, rates: Sequence[float]) -> None:
         """Change ``parameters`` in place, those that have a gradient.  ``rates`` are the worker's
-        learning rates, one for each group of parameters; none means the optimizer's own.  They are
-        multiplied by ``scale``."""
+        learning rates, one for each group of parameters; none means the optimizer's own."""
 
 
-class PieceOptimizer:
-    """Steps by a formula, with a state for each piece.  Where the formula works element by element,
-    pieces step as wholes do."""
+class FormulaOptimizer:
+    """Steps by a formula, with a state for each parameter."""
 
     def __init__(self, formula: Formula) -> None:
         self.formula = formula
         self._states: dict[str, State] = {}
         self._steps = Counter[str]()  # a parameter without gradient takes none
 
-    def step(
-        self, parameters: Arrays, gradients: Arrays, rates: Sequence[float], scale: float = 1.0
-    ) -> None:
-        lr = scale * (rates[0] if rates else self.formula.lr)
-        formula = dataclasses.replace(self.formula, lr=lr)
+    def step(self, parameters: Arrays, gradients: Arrays, rates: Sequence[float]) -> None:
+        formula = dataclasses.replace(self.formula, lr=rates[0] if rates else self.formula.lr)
         for name, g in gradients.items():
             self._steps[name] += 1
             w, state, now = parameters[name], self._states.get(name, {}), Now(self._steps[name])
@@ -105,24 +97,3 @@ class Adam(adam.AdamFormula):
         root = np.sqrt(v / (1 - self.betas[1] ** now.step)) + self.eps
         step = self.lr / (1 - self.betas[0] ** now.step) * m / root
         return w - step, {"exp_avg": m, "exp_avg_sq": v}
-
-
-@dataclasses.dataclass
-class ElasticCentre:
-    """The optimizer of asynchronous elastic averaging (Zhang, Choromanska, LeCun; 2015): the
-    parameters are the centre c, and workers send x where others send gradients;
-    c = c + alpha (x - c)."""
-
-    alpha: float
-
-    def step(
-        self, parameters: Arrays, gradients: Arrays, rates: Sequence[float], scale: float = 1.0
-    ) -> None:
-        for name, x in gradients.items():
-            parameters[name][...] += self.alpha * (x - parameters[name])
-
-
-def moved(x: np.ndarray, centre: np.ndarray, alpha: float) -> np.ndarray:
-    """Return x - alpha (x - c) with the centre c of before the meeting, given that of after it,
-    c' = c + alpha (x - c): x - c = (x - c') / (1 - alpha)."""
-    return x - alpha / (1 - alpha) * (x - centre)

@@ -1,9 +1,8 @@
-"""The two ends of a parameter server: whose gradient counts, and who may go on."""
+"""The two ends of a parameter server: which gradients count, and which workers may go on."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -12,7 +11,7 @@ from hvd_compress.base import State
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.optimizers.base import Formula
 from hvd_compress.systems.base import Arrays, all_finite
-from hvd_compress.systems.servers.coding import coders
+from hvd_compress.systems.servers.coding import coder_of
 from hvd_compress.systems.servers.messages import (
     MessageKind,
     Reply,
@@ -22,17 +21,15 @@ from hvd_compress.systems.servers.messages import (
     arrays_of,
     bytes_of,
 )
-from hvd_compress.systems.servers.optimizers import PieceOptimizer, ServerOptimizer
+from hvd_compress.systems.servers.optimizers import FormulaOptimizer, ServerOptimizer
 from hvd_compress.systems.servers.rules import Rules
-
-_DECAY, _EPS = 0.95, 1e-7  # of the adaptive compensation
 
 
 class Server(ServerEnd):
-    """One server, with the parameters that it owns.
+    """The server, which owns the parameters.
 
     Args:
-        parameters: its pieces by name, float32 or float64; copied.
+        parameters: by name, float32 or float64; copied.
         optimizer: steps on them; or a formula to step by.
         workers: the numbers of the workers, all of which know ``parameters``.
         rules: the same at all workers.
@@ -67,32 +64,26 @@ class Server(ServerEnd):
         super().__init__(parameters, workers, rules)
         self.rules = rules
         self.optimizer: ServerOptimizer = (
-            PieceOptimizer(optimizer) if isinstance(optimizer, Formula) else optimizer
+            FormulaOptimizer(optimizer) if isinstance(optimizer, Formula) else optimizer
         )
         self._version = 0
         self._base = dict.fromkeys(self.active, 0)  # the version that a worker has
-        self._clock = dict.fromkeys(self.active, 0)  # its steps
-        self._epoch = math.nan
         self._arrived: dict[int, tuple[Arrays | None, list[float]]] = {}  # of this step
-        self._known = {w: self._copies() for w in self.active} if rules.needs_copies else {}
-        self._squares = {name: np.zeros_like(x) for name, x in self.parameters.items()}
-        self._replies = Counter[int]()
-        self._coders = {w: coders(rules, w, seed, momentum, nesterov) for w in self.active}
+        self._coders = {w: coder_of(rules, w, seed, momentum, nesterov) for w in self.active}
 
     # -- what happens -------------------------------------------------------------------------
 
     def _pushed(self, worker: int, message: ServerMessage) -> list[Reply]:
         sender = f"worker {worker}"
         parts = iter(message.parts)
-        self._epoch, *rates = next(parts).view("<f8").tolist()
+        epoch, *rates = next(parts).view("<f8").tolist()
         names = self._named(next(parts, None) if message.flag else None, sender)
         if self.rules.mode == "sync" and self._base[worker] != self._version:
             self.stats.dropped[worker] += 1  # it is of a step that is over
             self.waiting[worker] = False
             return self._due()
         like = {name: self.parameters[name] for name in names}
-        up, _ = self._coders[worker]
-        read = up.decode(parts, like, message.number, self._epoch, sender)
+        read = self._coders[worker].decode(parts, like, message.number, epoch, sender)
         found = read if all_finite(read) else None
         self.stats.non_finite += found is None
         self.waiting[worker] = found is not None
@@ -103,7 +94,7 @@ class Server(ServerEnd):
         return self._due()
 
     def _named(self, mask: np.ndarray | None, sender: str) -> list[str]:
-        """Return the names of the pieces of which a message has a gradient."""
+        """Return the names of the parameters of which a message has a gradient."""
         names = list(self.parameters)
         if mask is None:
             return names
@@ -119,15 +110,14 @@ class Server(ServerEnd):
 
     def _returned(self, worker: int, message: ServerMessage) -> list[Reply]:
         self.stats.dropped[worker] += 1
-        self._clock[worker] = min((self._clock[w] for w in self.active), default=0)
         self.active.add(worker)
         return [self._reply(worker, False)]
 
     # -- gradients ----------------------------------------------------------------------------
 
     def _step_together(self) -> None:
-        """Step along the mean of what has arrived, added in the order of the workers.  Where some
-        have no gradient it counts as zero, and where nobody has one there is no step."""
+        """Step along the mean of what has arrived, added in the order of the workers.  A gradient
+        that only some have counts as zero on the others; without any there is no step."""
         found = {w: own for w, (own, _) in sorted(self._arrived.items()) if own is not None}
         if found:
             self.stats.staleness[0] += len(found)
@@ -141,80 +131,40 @@ class Server(ServerEnd):
         self._version += 1
 
     def _apply(self, worker: int, gradients: Arrays | None, rates: list[float]) -> None:
-        """Step along one gradient, corrected for its delay."""
-        self._clock[worker] += 1
+        """Step along one gradient."""
         if gradients is None:
             return
-        tau = self._version - self._base[worker]
-        self.stats.staleness[tau] += 1
-        scale = 1 / (1 + tau) if self.rules.correction == "divide" else 1.0
-        if self.rules.correction.startswith("compensate"):
-            known = self._known[worker]
-            gradients = {
-                name: self._compensated(name, g, known[name]) for name, g in gradients.items()
-            }
-        self.optimizer.step(self.parameters, gradients, rates, scale)
+        self.stats.staleness[self._version - self._base[worker]] += 1
+        self.optimizer.step(self.parameters, gradients, rates)
         self.stats.updates += 1
         self._version += 1
-
-    def _compensated(self, name: str, g: np.ndarray, known: np.ndarray) -> np.ndarray:
-        lam, square = self.rules.lam, g * g
-        assert lam is not None
-        if self.rules.correction == "compensate":
-            return g + lam * square * (self.parameters[name] - known)
-        mean = self._squares[name] = _DECAY * self._squares[name] + (1 - _DECAY) * square
-        return g + lam / np.sqrt(mean + _EPS) * square * (self.parameters[name] - known)
 
     # -- replies ------------------------------------------------------------------------------
 
     def _due(self) -> list[Reply]:
         """Step if that is due, and return the replies to all who may go on."""
-        if self.rules.mode == "sync":
-            if len(self._arrived) >= max(1, len(self.active) - self.rules.backup):
-                self._step_together()
-            free = [w for w in self.waiting if w not in self._arrived]
-        else:
-            slowest = min((self._clock[w] for w in self.active), default=0)
-            bound = self.rules.staleness
-            free = [w for w in self.waiting if bound is None or self._clock[w] - slowest <= bound]
-            ahead = (self._clock[w] - slowest for w in free)
-            self.stats.ahead = max(self.stats.ahead, *ahead, 0)
+        enough = max(1, len(self.active) - self.rules.backup)
+        if self.rules.mode == "sync" and len(self._arrived) >= enough:
+            self._step_together()
+        free = [w for w in self.waiting if w not in self._arrived]
         return [self._reply(w, self.waiting.pop(w)) for w in sorted(free)]
 
     def _reply(self, worker: int, taken: bool) -> Reply:
         self._base[worker] = self._version
-        number = self._replies[worker]
-        self._replies[worker] += 1
-        parts = [bytes_of(np.array([self._epoch]))]
-        if self.rules.is_delta:
-            known = self._known[worker]
-            new = {name: x - known[name] for name, x in self.parameters.items()}
-            # Without states: what is not sent now is in the next difference.
-            encoded = self._coders[worker][1].encode(new, {}, number, self._epoch)
-            for name, x in encoded.values.items():
-                known[name] = known[name] + x
-            parts += encoded.parts
-        else:
-            parts += [bytes_of(x) for x in self.parameters.values()]
-            if self.rules.needs_copies:
-                self._known[worker] = self._copies()
-        return self._to(worker, ServerMessage(MessageKind.PARAMETERS, int(taken), number, parts))
-
-    def _copies(self) -> Arrays:
-        return {name: x.copy() for name, x in self.parameters.items()}
+        parts = [bytes_of(x) for x in self.parameters.values()]
+        return self._to(worker, ServerMessage(MessageKind.PARAMETERS, int(taken), parts=parts))
 
 
 class Link(WorkerEnd):
-    """A worker's end of the way to one server.
+    """A worker's end of the way to the server.
 
     Args:
-        parameters: the pieces that the server owns, as it has them in the beginning.
+        parameters: those that the server owns, as it has them in the beginning.
         worker: the worker's number.
         rules, seed, momentum, nesterov: those of the server.
-        server: what messages call the server.
 
     Attributes:
-        parameters: the pieces as this worker knows them.
+        parameters: as this worker knows them.
         states: the states of the compression, residuals for instance.
         taken: whether the last gradient was used; if it was not, the states are as before it.
         stats: the server's statistics, when all is over.
@@ -236,13 +186,11 @@ class Link(WorkerEnd):
         seed: int = 0,
         momentum: float = 0.0,
         nesterov: bool = False,
-        server: str = "the server",
     ) -> None:
-        super().__init__(parameters, rules, server)
+        super().__init__(parameters, rules)
         self.states: dict[str, State] = {}
         self.taken = True
-        self._rules = rules
-        self._up, self._down = coders(rules, worker, seed, momentum, nesterov)
+        self._coder = coder_of(rules, worker, seed, momentum, nesterov)
         self._pending: dict[str, State] | None = None
         self._pushes = 0
 
@@ -252,8 +200,8 @@ class Link(WorkerEnd):
         rates: Sequence[float] = (),
         epoch: float | None = None,
     ) -> np.ndarray:
-        """Return the frame of a gradient, by the names of the pieces; one that is left out has no
-        gradient.
+        """Return the frame of gradients by the names of the parameters; one that is left out has
+        no gradient.
 
         Args:
             rates: the learning rate of each group of parameters; none for the server's own.
@@ -268,20 +216,14 @@ class Link(WorkerEnd):
         parts = [np.array([known, *rates]).view(np.uint8)]
         if is_partial := len(ordered) < len(self.parameters):
             parts.append(np.array([name in ordered for name in self.parameters], np.uint8))
-        encoded = self._up.encode(ordered, self.states, self._pushes, known)
+        encoded = self._coder.encode(ordered, self.states, self._pushes, known)
         self._pending = {**self.states, **encoded.states}
         parts += encoded.parts
         self._pushes += 1
         return self._sent(ServerMessage(MessageKind.PUSH, int(is_partial), self._pushes - 1, parts))
 
     def _replied(self, message: ServerMessage) -> None:
-        parts = iter(message.parts)
-        (epoch,) = next(parts).view("<f8").tolist()
-        if self._rules.is_delta:
-            new = self._down.decode(parts, self.parameters, message.number, epoch, self._server)
-            self.parameters = {name: x + new[name] for name, x in self.parameters.items()}
-        else:
-            self.parameters = arrays_of(parts, self.parameters, self._server)
+        self.parameters = arrays_of(message.parts, self.parameters, "the server")
         self.taken = bool(message.flag)
         if self._pending is not None and self.taken:
             self.states = self._pending

@@ -7,9 +7,7 @@ import pytest
 
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.systems.rounds import LeaderSGD
-from hvd_compress.systems.servers import Rules, Simulation
 from hvd_compress.systems.servers.leaders import LeaderLink, LeaderServer
-from hvd_compress.systems.servers.optimizers import ElasticCentre, moved
 
 #: of Leader SGD with one leader
 ONE = {"local_pull": 0, "local_drift": 0}
@@ -304,29 +302,3 @@ def test_a_group_whose_leader_goes_gets_another_one():
         workers.step(worker)
     assert workers.server.group_leaders == [[0, 2], [1, 2]]
     assert workers.server.leaders == [0, 1]
-
-
-def test_elastic_averaging_by_hand():
-    """The centre 0 moves to 0.2 and the worker from 2 to 1.8; then it meets -1."""
-    own = {0: np.array([2.0]), 1: np.array([-1.0])}
-    sim = Simulation(
-        {"x": np.zeros(1)},
-        lambda worker, x, step: {"x": own[worker]},
-        2,
-        Rules("async"),
-        lambda: ElasticCentre(0.1),
-    )
-    for worker, centre, after in ((0, 0.2, 1.8), (1, 0.08, -0.88)):
-        sim.run([worker])
-        assert sim.parameters["x"] == pytest.approx([centre])
-        own[worker] = moved(own[worker], sim.known(worker)["x"], 0.1)
-        assert own[worker] == pytest.approx([after])
-
-
-def test_an_elastic_meeting_keeps_the_sum():
-    rng = np.random.default_rng(0)
-    for alpha in (0.1, 0.5, 0.9):
-        x, centre = rng.standard_normal((2, 5))
-        c = {"x": centre.copy()}
-        ElasticCentre(alpha).step(c, {"x": x}, [])
-        assert moved(x, c["x"], alpha) + c["x"] == pytest.approx(x + centre)

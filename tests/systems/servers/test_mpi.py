@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests import jobs
@@ -30,10 +29,10 @@ class Job:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Of the first server, the same on all ranks."""
+        """Of the server, the same on all ranks."""
         every = [found["stats"] for found in self.found.values()]
         assert all(each == every[0] for each in every)
-        return every[0][0]
+        return every[0]
 
     def assert_equal(self, ranks: set[int]) -> None:
         assert self.found.keys() == ranks, self.output
@@ -58,15 +57,14 @@ def well(tmp_path_factory):
     return lambda case: Job(folder / case)
 
 
-@pytest.mark.parametrize("case", ["sync", "sync-2", "sync-both-ways"])
+@pytest.mark.parametrize("case", ["sync", "sync-topk"])
 def test_synchronous_has_the_bits_of_the_simulation(case, well):
     job = well(case)
     job.assert_equal({0, 1, 2, 3})
-    workers = 2 if case == "sync-2" else 3
-    assert job.stats["pushes"] == workers * STEPS
-    assert job.stats["staleness"] == {"0": workers * STEPS}
+    assert job.stats["pushes"] == 3 * STEPS
+    assert job.stats["staleness"] == {"0": 3 * STEPS}
     sent = sum(found["bytes_sent"] for found in job.found.values())
-    assert sent == sum(each["bytes_up"] for each in job.found[0]["stats"])
+    assert sent == job.stats["bytes_up"]
 
 
 def test_backup_workers(well):
@@ -78,19 +76,11 @@ def test_backup_workers(well):
     assert used + sum(job.stats["dropped"].values()) == 3 * STEPS
 
 
-@pytest.mark.parametrize("case", ["async", "compensated"])
-def test_asynchronous(case, well):
-    job = well(case)
+def test_asynchronous(well):
+    job = well("async")
     job.assert_equal({0, 1, 2, 3})
     assert job.stats["updates"] == 3 * STEPS
     assert max(map(int, job.stats["staleness"])) >= 2, "the slow one comes after several"
-
-
-def test_bounded(well):
-    job = well("bounded")
-    job.assert_equal({0, 1, 2, 3})
-    assert all(each["ahead"] <= 1 for each in job.found[0]["stats"])
-    assert [each["updates"] for each in job.found[0]["stats"]] == [2 * STEPS] * 2
 
 
 def test_a_worker_with_fewer_batches(well):
@@ -151,24 +141,17 @@ def test_nobody_is_given_up_while_there_is_nobody_to_go_on(case, well):
     assert job.stats["lost"] == job.stats["returned"] == []
 
 
-def test_nan_at_the_centre(well):
-    job = well("elastic-nan")
-    job.assert_equal({0, 1, 2, 3})
-    assert job.stats["non_finite"] == 1
-    assert np.isfinite(job.found[0]["parameters"]).all()
-
-
-@pytest.mark.parametrize("case", ["leaders", "leaders-of-groups", "elastic"])
+@pytest.mark.parametrize("case", ["leaders", "leaders-of-groups"])
 def test_fast_workers_take_more_steps(case, well):
     job = well(case)
     job.assert_equal({0, 1, 2, 3})
     assert [job.found[rank]["steps"] for rank in (1, 2, 3)] == [4, 40, 40]
-    # A choice for every 12 steps of all, or 8 when one has left; or a meeting for every 2 of each.
+    # A choice for every 12 steps of all, or 8 when one has left.
     # Of the groups (0, 1) and (2,) the second has nobody to lead, unless its worker leads all.
-    assert job.stats["updates"] in (
-        {"leaders": range(4, 11), "leaders-of-groups": range(4, 16)}.get(case, [2 + 20 + 20])
+    assert (
+        job.stats["updates"] in {"leaders": range(4, 11), "leaders-of-groups": range(4, 16)}[case]
     )
-    assert job.stats["pushes"] == (42 if case == "elastic" else 84)
+    assert job.stats["pushes"] == 84
 
 
 def test_damage_ends_the_job_with_its_reason(tmp_path):

@@ -1,1 +1,1 @@
-"""Parameter servers over MPI."""
+"""A parameter server over MPI."""

@@ -1,4 +1,4 @@
-"""The base of servers and workers over MPI: they answer, wait, leave and end."""
+"""The base of a server and its workers over MPI: they answer, wait, leave and end."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_compress.config import is_number, is_whole
+from hvd_compress.config import is_number
 from hvd_compress.errors import CollectiveTimeout, ConfigError
 from hvd_compress.mpi.dense.payloads import broadcast
 from hvd_compress.mpi.transport.communicator import Communicator
@@ -36,14 +36,13 @@ S = TypeVar("S", bound="Serving")
 
 
 class Serving:
-    """Ranks of which the first serve; making one is a collective.  Subclasses set ``_server`` on
-    these, and ``_links``, one for each server, on all ranks.
+    """Ranks of which the first serves; making one is a collective.  Subclasses set ``_server``
+    there, and ``_link`` on all ranks.
 
     Args:
         ranks: all of them.
         parameters: by name; all ranks begin with copies of those of the first.
         options: what ranks have to agree about, by its text; messages bear its tag.
-        servers: how many serve.
         worker_timeout: seconds after which others go on without a silent worker; see
             :class:`hvd_compress.systems.servers.patience.Patience`.
         more: further options that ranks have to agree about, as a text that begins with a comma;
@@ -51,32 +50,30 @@ class Serving:
     """
 
     _server: ServerEnd
-    _links: Sequence[WorkerEnd]
+    _link: WorkerEnd
 
     def __init__(
         self,
         ranks: Communicator,
         parameters: Mapping[str, np.ndarray],
         options: object,
-        servers: int,
         worker_timeout: float,
         more: str = "",
     ) -> None:
         name = type(self).__name__
         shapes = [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parameters.items()]
-        ranks.agree(f"{name}({options!r}, servers={servers}{more}, {shapes})")
-        if not is_whole(servers) or not 1 <= servers < ranks.size:
+        ranks.agree(f"{name}({options!r}{more}, {shapes})")
+        if ranks.size < 2:
             raise ConfigError(
-                f"servers={servers!r} of {ranks.size} ranks: there must be a server and a worker, "
-                "as with mpirun -np 5 and servers=1"
+                f"{name} on 1 rank: there must be a server and a worker, as with mpirun -np 5"
             )
         if not is_number(worker_timeout) or not worker_timeout > 0:
             raise ConfigError(f"worker_timeout={worker_timeout!r} must be seconds, more than 0")
-        self.comm, self.servers = ranks.duplicate(name), servers
+        self.comm = ranks.duplicate(name)
         self.worker_timeout = float(worker_timeout)
-        self.is_server = ranks.rank < servers
-        self.rank, self.size = ranks.rank - servers, ranks.size - servers
-        self._box, self._early, self._tag = Mailbox(self.comm), set[int](), tag_of(options)
+        self.is_server = ranks.rank == 0
+        self.rank, self.size = ranks.rank - 1, ranks.size - 1
+        self._box, self._tag = Mailbox(self.comm), tag_of(options)
         self.parameters = {name: np.array(x, order="C") for name, x in parameters.items()}
         for tensor, x in self.parameters.items():
             bytes_of_all = broadcast(ranks.channel(), x.reshape(-1).view(np.uint8), 0)
@@ -84,31 +81,31 @@ class Serving:
 
     @property
     def bytes_sent(self) -> int:
-        return sum(link.bytes_sent for link in self._links)
+        return self._link.bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        return sum(link.bytes_received for link in self._links)
+        return self._link.bytes_received
 
     def _assemble(self) -> None:
-        """Take over what the links have received."""
+        """Take over what the link has received."""
+        self.parameters = self._link.parameters
 
     @property
     def is_over(self) -> bool:
-        """Whether the servers have ended: in the end, or without this worker."""
-        return any(link.is_over for link in self._links)
+        """Whether the server has ended: in the end, or without this worker."""
+        return self._link.is_over
 
-    def stats(self) -> list[ServerStats]:
-        """Return what each server has counted, on every rank, behind the ``with`` statement."""
-        found = [link.stats for link in self._links]
-        if any(each is None for each in found):
+    def stats(self) -> ServerStats:
+        """Return what the server has counted, on every rank, after the ``with`` statement."""
+        if self._link.stats is None:
             raise ConfigError("stats() has its numbers from the end: call it behind the with")
-        return [each for each in found if each is not None]
+        return self._link.stats
 
     # -- workers ------------------------------------------------------------------------------
 
     def batches(self, data: Iterable[T]) -> Iterator[T]:
-        """Yield from ``data`` on workers, as long as there are servers; nothing on servers."""
+        """Yield from ``data`` on workers, as long as the server lives; nothing on the server."""
         if not self.is_server:
             for batch in data:
                 if self.is_over:
@@ -116,32 +113,26 @@ class Serving:
                 yield batch
 
     def _wait(self, *, until_end: bool) -> None:
-        """Wait for a reply of every server, or for the last."""
+        """Wait for the server's reply, or for its last."""
         self.comm.check()
-        missing = {server for server, link in enumerate(self._links) if not link.is_over}
-        heard = dict.fromkeys(missing, time.monotonic())
-        while missing:
+        link, is_missing, heard = self._link, not self.is_over, time.monotonic()
+        while is_missing:
             frames = self._box.arrived()
-            for rank, frame in frames:
-                if rank >= self.servers:  # that has seen the end before this server
-                    self._early.add(rank)
-                    continue
-                link = self._links[rank]
+            for _, frame in frames:
                 if link.receive(frame) and (link.is_over or not until_end):
-                    missing.discard(rank)
-                heard[rank] = time.monotonic()
-            if not frames and missing:
+                    is_missing = False
+                heard = time.monotonic()
+            if not frames:
                 self._box.nap()
-                longest = min(missing, key=heard.__getitem__)
-                if time.monotonic() - heard[longest] > self.comm.timeout:
+                if time.monotonic() - heard > self.comm.timeout:
                     problem = (
                         f"rank {self.comm.rank}: no sign of life from the parameter server on rank "
-                        f"{longest} for {self.comm.timeout:g} s"
+                        f"0 for {self.comm.timeout:g} s"
                     )
                     self.comm.give_up(problem, [self._box])
                     raise CollectiveTimeout(problem)
 
-    # -- servers ------------------------------------------------------------------------------
+    # -- the server ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
         server = self._server
@@ -151,10 +142,7 @@ class Serving:
         while not server.is_over:
             frames = self._box.arrived()
             for rank, frame in frames:
-                if rank < self.servers:  # has ended before this one
-                    self._links[rank].receive(frame)
-                    continue
-                worker = rank - self.servers
+                worker = rank - 1
                 patience.heard(worker, server.active, server.waiting, time.monotonic())
                 self._reply(server.receive(worker, frame), patience)
                 if worker not in server.active:
@@ -174,18 +162,17 @@ class Serving:
                 lost = server.stats.lost
                 for worker in {*everyone} - server.active | server.waiting.keys():
                     if worker not in lost:
-                        self._box.send(frame, worker + self.servers)
+                        self._box.send(frame, worker + 1)
             if not frames:
                 self._box.nap()
         last = server.end()
-        for rank in range(self.comm.size):
-            if rank != self.comm.rank:
-                self._box.send(last, rank)
-        self._links[self.comm.rank].receive(last)
+        for worker in everyone:
+            self._box.send(last, worker + 1)
+        self._link.receive(last)
 
     def _reply(self, replies: Iterable[Reply], patience: Patience) -> None:
         for worker, reply in replies:
-            self._box.send(reply, worker + self.servers)
+            self._box.send(reply, worker + 1)
             patience.replied(worker, time.monotonic())
 
     # -- begin and end ------------------------------------------------------------------------
@@ -206,9 +193,8 @@ class Serving:
                 file=sys.stderr,
                 flush=True,
             )
-        for server, link in enumerate(self._links):
-            if not link.is_over:
-                self._box.send(link.leave(failed=error is not None), server)
+        if not self.is_over:
+            self._box.send(self._link.leave(failed=error is not None), 0)
         self._finish()
 
     def _finish(self) -> None:
@@ -216,10 +202,10 @@ class Serving:
         self._wait(until_end=True)
         self._assemble()
         found = self.stats()
-        gone = {worker + self.servers for each in found for worker in each.lost}
+        gone = {worker + 1 for worker in found.lost}
         _until_left(self._box, gone)
-        if gone or any(each.failed for each in found):
-            atexit.register(_end_together, self._box, self._early, self._tag, gone)
+        if gone or found.failed:
+            atexit.register(_end_together, self._box, self._tag, gone)
 
 
 def _until_left(box: Mailbox, gone: Collection[int]) -> None:
@@ -228,22 +214,22 @@ def _until_left(box: Mailbox, gone: Collection[int]) -> None:
         box.nap()
 
 
-def _end_together(box: Mailbox, early: set[int], tag: int, gone: set[int]) -> None:
+def _end_together(box: Mailbox, tag: int, gone: set[int]) -> None:
     """Wait until all ranks that are left are about to end: launchers end a job when the first of
     its processes ends in an unusual way.  With ranks gone, ``MPI_Finalize`` would never end."""
     comm = box.comm
     here = [rank for rank in range(comm.size) if rank not in gone]
     done, deadline = encode(ServerMessage(MessageKind.DONE), tag), time.monotonic() + comm.timeout
     if comm.rank in here:  # a rank that was taken for lost lives, but nobody counts on it
-        is_first = comm.rank == here[0]
-        others, missing = here[1:] if is_first else here[:1], set(here) - {comm.rank} - early
-        if not is_first:
-            box.send(done, here[0])
-            missing = set(here[:1])
+        is_server, missing = comm.rank == 0, {0}
+        if is_server:
+            missing = set(here[1:])
+        else:
+            box.send(done, 0)
         while missing and time.monotonic() < deadline:
             missing -= {rank for rank, _ in box.arrived()}
             box.nap()
-        for rank in others if is_first else ():
+        for rank in here[1:] if is_server else ():
             box.send(done, rank)
         _until_left(box, gone)
     if gone:
