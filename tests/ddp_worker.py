@@ -410,10 +410,10 @@ class _Given(torch.nn.Module):
         return sum(x.real.sum().double() for x in products)
 
 
-def _steps(parameters, method, steps, saved=None, **options):
+def _steps(parameters, method, steps, saved=None, nodes=None, **options):
     """The model, its state, and the averages of the last steps by name."""
     model = DistributedDataParallel(_Given(**parameters), bucket_cap_mb=0.0005, **options)
-    state = DDPState(method, model)
+    state = DDPState(method, model, nodes=nodes)
     if saved is not None:
         state.load_state_dict(saved)
     model.register_comm_hook(state, ddp_hook)
@@ -580,11 +580,11 @@ class _Heads(torch.nn.Module):
         return getattr(self, head)(x).square().mean()
 
 
-def _heads(method, static=False, **options):
+def _heads(method, static=False, nodes=None, **options):
     model = DistributedDataParallel(
         _Heads().to(DEVICE), find_unused_parameters=not static, static_graph=static, **options
     )
-    state = DDPState(method, model)
+    state = DDPState(method, model, nodes=nodes)
     model.register_comm_hook(state, ddp_hook)
     return model, state
 

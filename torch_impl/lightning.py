@@ -41,7 +41,7 @@ class CompressedGradients:
     together, as Lightning's own are.  Schedules by epoch follow Lightning's epochs.
 
     Args:
-        compression, momentum, nesterov, seed, residuals: as for
+        compression, momentum, nesterov, seed, residuals, nodes: as for
             :class:`~hvd_compress.torch.DDPState`, which is made with the model.
         options: those of the strategy.
 
@@ -65,6 +65,7 @@ class CompressedGradients:
         nesterov: bool = False,
         seed: int = 0,
         residuals: str = "mean",
+        nodes: Any = None,
         **options: Any,
     ) -> None:
         self._make = functools.partial(
@@ -74,6 +75,7 @@ class CompressedGradients:
             nesterov=nesterov,
             seed=seed,
             residuals=residuals,
+            nodes=nodes,
         )
         #: statistics and state; ``None`` until the model is distributed
         self.compression: DDPState | None = None
@@ -114,7 +116,7 @@ class CompressedDDPStrategy(CompressedGradients, DDPStrategy):
     """Lightning's ``DDPStrategy``, whose gradients a method compresses.
 
     Args:
-        compression, momentum, nesterov, seed, residuals, options: as for
+        compression, momentum, nesterov, seed, residuals, nodes, options: as for
             :class:`CompressedGradients`, whose errors these are, too.
 
     >>> strategy = CompressedDDPStrategy(hvd.DGC(density=0.01, momentum=0.9))

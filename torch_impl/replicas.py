@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.agreement import Terms, differences, encode
+from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 
 #: how to shard a model for an exchange between replicas
 HOW = (
@@ -34,10 +35,11 @@ def is_group(x: Any) -> bool:
     """Return whether ``x`` names ranks of ``torch.distributed``: a mesh, or a process group."""
     if not dist.is_available():
         return False
-    return isinstance(x, dist.ProcessGroup) or _is_mesh(x)
+    return isinstance(x, dist.ProcessGroup) or is_mesh(x)
 
 
-def _is_mesh(x: Any) -> bool:
+def is_mesh(x: Any) -> bool:
+    """Return whether ``x`` is a mesh of ranks."""
     return isinstance(x, getattr(dist, "DeviceMesh", ()))  # which PyTorch 2.1 has not
 
 
@@ -52,7 +54,7 @@ def group_of(replicas: Any) -> dist.ProcessGroup:
             f"replicas are given as a mesh, mesh['replica'], or as a process group, not as "
             f"{type(replicas).__name__}"
         )
-    if _is_mesh(replicas):
+    if is_mesh(replicas):
         if replicas.ndim != 1:
             raise ConfigError(
                 f"the replicas' mesh has {replicas.ndim} dimensions: pass the one that counts the "
@@ -62,6 +64,22 @@ def group_of(replicas: Any) -> dist.ProcessGroup:
     if dist.get_world_size(replicas) == 1:
         raise ConfigError(f"there is one replica only, so nothing travels between replicas: {HOW}")
     return replicas
+
+
+def agree(terms: Terms, *groups: Any) -> None:
+    """Compare terms over all ranks that process groups join, ``None`` being the default one, so
+    that all raise the error: those without it would wait for the others.
+
+    Raises:
+        MismatchError: ranks differ.
+    """
+    everyone = {dist.get_rank(): encode(terms)}
+    for group in groups:
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, everyone, group=group)
+        everyone = {rank: text for part in parts for rank, text in part.items()}
+    if len(set(everyone.values())) > 1:
+        raise MismatchError(differences([text for _, text in sorted(everyone.items())]))
 
 
 def is_sharded(x: torch.Tensor) -> bool:

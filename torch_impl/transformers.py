@@ -46,7 +46,7 @@ class CompressedGradients:
 
     Args:
         arguments, options: those of the trainer.
-        compression, momentum, nesterov, seed, residuals: as for
+        compression, momentum, nesterov, seed, residuals, nodes: as for
             :class:`~hvd_compress.torch.DDPState`, which is made with the model.
 
     Raises:
@@ -72,6 +72,7 @@ class CompressedGradients:
         nesterov: bool = False,
         seed: int = 0,
         residuals: str = "mean",
+        nodes: Any = None,
         **options: Any,
     ) -> None:
         if missing := [name for name in _PLACES if not hasattr(Trainer, name)]:
@@ -86,6 +87,7 @@ class CompressedGradients:
             nesterov=nesterov,
             seed=seed,
             residuals=residuals,
+            nodes=nodes,
         )
         #: statistics and state; ``None`` until the model is distributed
         self.compression: DDPState | None = None
@@ -144,7 +146,7 @@ class CompressedTrainer(CompressedGradients, Trainer):
     """Transformers' ``Trainer``, whose gradients a method compresses.
 
     Args:
-        arguments, compression, momentum, nesterov, seed, residuals, options: as for
+        arguments, compression, momentum, nesterov, seed, residuals, nodes, options: as for
             :class:`CompressedGradients`, whose errors these are, too.
 
     >>> import tempfile, transformers

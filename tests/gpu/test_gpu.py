@@ -53,7 +53,12 @@ def test_scenarios(tmp_path, over, module):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("worker", "backend", "ranks"),
-    [("ddp_worker", "gloo", 2), ("ddp_worker", "nccl", 1), ("fsdp_worker", "gloo", 4)],
+    [
+        ("ddp_worker", "gloo", 2),
+        ("ddp_worker", "nccl", 1),
+        ("ddp_nodes_worker", "gloo", 4),
+        ("fsdp_worker", "gloo", 4),
+    ],
 )
 def test_over_process_groups(tmp_path, worker, backend, ranks):
     """NCCL refuses two ranks on one GPU."""

@@ -13,11 +13,8 @@ import torch.distributed as dist
 
 from hvd_compress.torch import DDPState, ddp_hook
 from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
-from tests import jobs
-from tests.ddp_worker import scenarios_of
+from tests import ddp_nodes_worker, ddp_worker, jobs
 from tests.scenarios import read
-
-WORKER = jobs.TESTS / "ddp_worker.py"
 
 
 def test_a_state_that_was_never_used_says_so():
@@ -131,32 +128,44 @@ def test_an_error_names_the_rank_that_is_lost(stops, words):
             process.communicate()
 
 
+#: workers with numbers of ranks, the names of their scenarios, and marks
+JOBS = (
+    ("ddp_worker", 2, ddp_worker.scenarios_of(2), []),
+    ("ddp_worker", 3, ddp_worker.scenarios_of(3), []),
+    ("ddp_worker", 1, ddp_worker.scenarios_of(1), pytest.mark.full),
+    ("ddp_worker", 4, ddp_worker.scenarios_of(4), pytest.mark.full),
+    ("ddp_nodes_worker", 4, ddp_nodes_worker.SCENARIOS, []),
+)
+
+
 @pytest.fixture(scope="session")
 def results(tmp_path_factory):
-    """``results(ranks)[rank]``: a problem or ``None`` by scenario name."""
+    """``results(worker, ranks, names)[rank]``: a problem or ``None`` by scenario name."""
 
     @functools.cache
-    def run(ranks: int) -> list[dict[str, str | None]]:
-        folder = tmp_path_factory.mktemp(f"torchrun-{ranks}")
-        command = jobs.torchrun(ranks)
+    def run(worker: str, ranks: int, names: tuple[str, ...]) -> list[dict[str, str | None]]:
+        folder = tmp_path_factory.mktemp(f"{worker}-{ranks}")
+        command = [*jobs.torchrun(ranks), str(jobs.TESTS / f"{worker}.py"), str(folder)]
         try:
-            jobs.run([*command, str(WORKER), str(folder)], timeout=150)
+            jobs.run(command, timeout=150)
         except jobs.JobError as error:
             (folder / "failure").write_text(str(error))
-        return [read(folder, rank, list(scenarios_of(ranks))) for rank in range(ranks)]
+        return [read(folder, rank, names) for rank in range(ranks)]
 
     return run
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("ranks", "name"),
+    ("job", "name"),
     [
-        pytest.param(ranks, name, id=f"torchrun-{ranks}@{name}", marks=marks)
-        for ranks, marks in ((2, []), (3, []), (1, pytest.mark.full), (4, pytest.mark.full))
-        for name in scenarios_of(ranks)
+        pytest.param(
+            (worker, ranks, tuple(names)), name, id=f"{worker}-{ranks}@{name}", marks=marks
+        )
+        for worker, ranks, names, marks in JOBS
+        for name in names
     ],
 )
-def test_scenario(results, ranks, name):
-    for rank, found in enumerate(results(ranks)):
-        assert found[name] is None, f"rank {rank} of {ranks}: {found[name]}"
+def test_scenario(results, job, name):
+    for rank, found in enumerate(results(*job)):
+        assert found[name] is None, f"rank {rank}: {found[name]}"

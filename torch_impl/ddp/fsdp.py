@@ -21,18 +21,19 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from hvd_compress.agreement import Terms, differences, encode, listed
+from hvd_compress.agreement import listed
 from hvd_compress.base import Compressor
-from hvd_compress.errors import ConfigError, MismatchError
-from hvd_compress.integrations.optimizers import check_partner
+from hvd_compress.errors import ConfigError
 from hvd_compress.methods import PowerSGD, as_fixed
 from hvd_compress.reduce import Reducer
 from hvd_compress.reduce.state_file import entry, refused
 from hvd_compress.stats import Stats
 
 from ..amp import NO_SCALE, refuse_scale, running_scale, watch_scale
-from ..replicas import group_of
+from ..replicas import agree, group_of
+from ..state.rank_states import placed
 from .flat_modules import FlatModel, FlatModule, FlatPart, is_flat
+from .hook import check_method
 from .process_groups import ReplicaEngine
 from .sharded_modules import Part, ShardedModel, ShardedModule
 
@@ -184,14 +185,8 @@ class ReplicaExchange:
                     f"torch.distributed.checkpoint.load, since {self.reducer.method.name} makes "
                     "some of its state there; or use torch.save and torch.load on every rank"
                 )
-        placed = {
-            name: {
-                key: x.to(self._device) if isinstance(x, torch.Tensor) else x
-                for key, x in state.items()
-            }
-            for name, state in states.items()
-        }
-        self.reducer.load_state_dict({**about, "states": placed})
+        states = placed(states, lambda name: self._device)
+        self.reducer.load_state_dict({**about, "states": states})
 
     def _check_at_rest(self) -> None:
         if any(module.is_under_way for module in self._modules):
@@ -259,13 +254,7 @@ def compress_replicas(
         MismatchError: the ranks differ in method, options or parameters.
     """
     method: Compressor = as_fixed(compression)
-    check_partner(method, None, None)
-    if method.takes_momentum and momentum is None and method.momentum is None:
-        raise ConfigError(
-            f"{method.name} corrects momentum, and nothing is known of the optimizer here: write "
-            f"compress_replicas(model, mesh['replica'], {type(method).__name__}(momentum=0.9)) and "
-            "give the optimizer momentum=0; or momentum=0.0 for error feedback alone"
-        )
+    check_method(method, momentum, "compress_replicas(model, mesh['replica'], {})")
     flat = is_flat(model)
     if flat and isinstance(method, PowerSGD):
         raise ConfigError(
@@ -276,7 +265,7 @@ def compress_replicas(
     sharded = FlatModel(model, group) if flat else ShardedModel(model, group)
     options = {"method": repr(method), "momentum, nesterov": f"{momentum}, {nesterov}"}
     terms = {**options, "seed": str(seed), "parameters": listed(sharded.parameters())}
-    _agree(terms, group, sharded.shards)
+    agree(terms, group, sharded.shards)
     reducer = Reducer(
         method,
         ReplicaEngine(group, sharded.device),
@@ -289,18 +278,6 @@ def compress_replicas(
     exchange = ReplicaExchange(model, sharded, reducer)
     _copy(sharded.local_shards(), group)
     return exchange
-
-
-def _agree(terms: Terms, replicas: Any, shards: Any) -> None:
-    """Compare over all ranks, so that all raise the error: those without it would wait for the
-    others."""
-    everyone = {dist.get_rank(): encode(terms)}
-    for group in (replicas, shards):
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, everyone, group=group)
-        everyone = {rank: text for part in parts for rank, text in part.items()}
-    if len(set(everyone.values())) > 1:
-        raise MismatchError(differences([text for _, text in sorted(everyone.items())]))
 
 
 @torch.no_grad()

@@ -14,12 +14,13 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from hvd_compress.agreement import listed
 from hvd_compress.base import Compressor
 from hvd_compress.config import check_between, check_choice
 from hvd_compress.engines.local import LocalEngine
@@ -32,21 +33,30 @@ from hvd_compress.stats import Stats
 
 from ..amp import NO_SCALE, current_pass, refuse_scale, running_scale, watch_scale
 from ..eager import run_eagerly
-from ..state.rank_states import gathered, own
+from ..state.rank_states import gathered, of_all_shards, of_shard, own, own_shard, placed
 from .buckets import check_bucket, cut
-from .process_groups import ProcessGroupEngine
+from .nodes import BucketShard, Nodes, ShardStore, check_nodes, nodes_of
+from .process_groups import ProcessGroupEngine, ReplicaEngine
 from .used import UsedParameters, may_leave_out
 
 
-class _HookBucket(NamedTuple):
-    """One of DDP's, and what it waits for; ``gradients`` are the views of its buffer, or copies
-    where the memory has another order."""
+class _HookBucket:
+    """One of DDP's, and what it waits for.
 
-    buffer: torch.Tensor
-    parameters: list[torch.Tensor]
-    views: list[torch.Tensor]
-    gradients: list[torch.Tensor]
-    future: torch.futures.Future[torch.Tensor]
+    Attributes:
+        views: of its buffer, one for each parameter.
+        shard: on its way through the node, where ranks share the exchange.
+        results: where averages go, by name.
+    """
+
+    def __init__(self, bucket: dist.GradBucket) -> None:
+        self.buffer, self.parameters = bucket.buffer(), bucket.parameters()
+        self.views = cut(bucket)
+        self.shard: BucketShard | None = None
+        self.results: dict[str, torch.Tensor] = {}
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[self.buffer.device] if self.buffer.is_cuda else None
+        )
 
 
 class _Use:
@@ -96,11 +106,19 @@ class DDPState:
         residuals: what of them a consolidated :meth:`state_dict` has: "mean", of the size of one
             rank's, or "ranks", those of all ranks, on rank 0.  Both can be loaded by any number of
             ranks; as many ranks go on from "ranks" with the bits of a run without a pause.
+        nodes: the ranks of a node average uncompressed, and share the exchange with other nodes:
+            of L ranks each has the states of 1/L of the elements.  "auto" finds the nodes by
+            torchrun's numbers and the hosts' names; or their number, of equally many neighbouring
+            ranks each; or a mesh of two dimensions, (nodes, ranks of a node).  ``None``: every rank
+            exchanges whole gradients.  States, statistics and options by size are those of a rank's
+            shards, and the state is made, or gets its first gradients, on all ranks together.
 
     Raises:
         ConfigError: the method takes momentum over, and none was named; ``residuals`` is neither
-            of the two; the process group has other ranks than the model's; or, from the hook, this
-            state belongs to another model.
+            of the two; the process group has other ranks than the model's; nodes have different
+            numbers of ranks, a mesh has other ranks, or the method is "auto" there; or, from the
+            hook, this state belongs to another model.
+        MismatchError: the ranks differ in method, options or parameters, where there are nodes.
 
     >>> torch.distributed.init_process_group(
     ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -124,14 +142,16 @@ class DDPState:
         nesterov: bool = False,
         seed: int = 0,
         residuals: str = "mean",
+        nodes: Any = None,
     ) -> None:
         method: Compressor = as_compressor(compression)
-        check_partner(method, None, None)
-        if method.takes_momentum and momentum is None and method.momentum is None:
+        check_method(method, momentum, "DDPState({}, ...)")
+        check_nodes(nodes)
+        if nodes is not None and method.is_chosen_later:
             raise ConfigError(
-                f"{method.name} corrects momentum, and a hook knows nothing of the optimizer: "
-                f"write DDPState({type(method).__name__}(momentum=0.9), ...) and give the "
-                "optimizer momentum=0; or DDPState(..., momentum=0.0) for error feedback alone"
+                f"compression={method.name!r} measures one exchange of the whole gradient, and "
+                "with nodes=... the ranks of a node have one each: name the method, or leave nodes "
+                "out"
             )
         if momentum is not None:
             check_between("momentum", momentum, 0.0, 1.0)
@@ -144,6 +164,8 @@ class DDPState:
             )
         self._residuals = residuals
         self._group = _group_for(model, process_group)
+        self._given_nodes = nodes
+        self._nodes: Nodes | None = None  # until there are ranks
         self._names = dict[torch.Tensor, str]()
         self._make = functools.partial(
             Reducer,
@@ -176,9 +198,24 @@ class DDPState:
         run_eagerly(type(self), "_start")
 
     def _bind(self, device: torch.device) -> None:
-        epoch = self.reducer.epoch
-        self.reducer = self._make(ProcessGroupEngine(self._group, device))
-        self.reducer.epoch = epoch
+        old = self.reducer
+        if self._given_nodes is not None:
+            terms = {
+                "method": repr(old.method),
+                "momentum, nesterov": str(old.store.momentum("")),
+                "seed": str(old.seed),
+                "parameters": listed((name, p.shape) for p, name in self._names.items()),
+            }
+            self._nodes = nodes_of(self._given_nodes, self._group, terms)
+        if self._nodes is None:
+            self.reducer = self._make(ProcessGroupEngine(self._group, device))
+        else:
+            self.reducer = self._make(
+                ReplicaEngine(self._nodes.between, device),
+                store=ShardStore(self._nodes.inside, *old.store.momentum("")),
+            )
+            old.method.bind(self.reducer)
+        self.reducer.epoch = old.epoch
         if self._keeps_undo:
             self.reducer.keep_undo()
         self._is_bound = True
@@ -227,15 +264,20 @@ class DDPState:
     def state_dict(self, *, consolidate: bool = True) -> dict[str, Any]:
         """Return the state for ``torch.save``.  This is a collective unless ``consolidate`` is
         false: residuals are averaged over the ranks, or gathered on rank 0, so that any number of
-        ranks can load rank 0's state dict.  What was loaded stays as it is until the first
-        gradients come."""
+        ranks can load rank 0's state dict.  With ``nodes`` that is the first rank of each node, and
+        nodes of as many ranks can load it, however many they are.  What was loaded stays as it is until the first gradients come."""
         check_choice("consolidate", consolidate, (True, False))
         if self._loaded is not None:
             return dict(self._loaded)
         self._use.look()
         if consolidate and self._is_bound and self._residuals == "ranks":
-            return gathered(self.reducer.state_dict(consolidate=False), self._group)
-        return self.reducer.state_dict(consolidate=consolidate)
+            group = self._group if self._nodes is None else self._nodes.between
+            saved = gathered(self.reducer.state_dict(consolidate=False), group)
+        else:
+            saved = self.reducer.state_dict(consolidate=consolidate)
+        if self._nodes is None:
+            return saved
+        return (of_all_shards if consolidate else of_shard)(saved, self._nodes.inside)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; if there is no model yet, it takes effect with
@@ -250,17 +292,17 @@ class DDPState:
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         engine = self.reducer.engine
+        state_dict = own_shard(state_dict, None if self._nodes is None else self._nodes.inside)
         state_dict = own(state_dict, engine.rank, engine.size)
         devices = {name: p.device for p, name in self._names.items()}
-        if unknown := set(entry(state_dict, "states", Mapping)) - devices.keys():
+        states = entry(state_dict, "states", Mapping)
+        if unknown := set(states) - devices.keys():
             raise ConfigError(
                 f"this state dict has a state of {min(unknown)!r}, which the model has not: load "
                 "it into a DDPState that is made as the saved one was, with the model or without"
             )
-        self.reducer.load_state_dict(state_dict)
-        store = self.reducer.store
-        for name in store.names():  # it may come from another device
-            store.keep(name, {key: x.to(devices[name]) for key, x in store.get(name).items()})
+        # It may come from another device.
+        self.reducer.load_state_dict({**state_dict, "states": placed(states, devices.__getitem__)})
 
     def _start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._use.has_begun = True
@@ -271,35 +313,30 @@ class DDPState:
             self._buckets.clear()  # an exception has ended the last backward pass
             self.reducer.abandon()
         self._pass = running
-        buffer, parameters = bucket.buffer(), bucket.parameters()
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.is_cuda else None
-        )
-        is_foreign = self._names and any(p not in self._names for p in parameters)
+        own_bucket = _HookBucket(bucket)
+        is_foreign = self._names and any(p not in self._names for p in own_bucket.parameters)
         if is_foreign or (not self._names and bucket.index() != len(self._buckets)):
             raise ConfigError(
                 "this DDPState belongs to another model: make one for each, "
                 "model.register_comm_hook(DDPState(...), ddp_hook); with static_graph=True it must "
                 "be told the model, DDPState(..., model)"
             )
-        views = cut(bucket)
-        gradients = [view.contiguous() for view in views]
-        self._buckets.append(_HookBucket(buffer, parameters, views, gradients, future))
+        self._buckets.append(own_bucket)
         if self._names:
             if not self._is_bound:
-                self._bind(buffer.device)
-            self._start_exchange(self._buckets[-1])
+                self._bind(own_bucket.buffer.device)
+            self._start_exchange(own_bucket)
         elif bucket.is_last():
             # DDP's first buckets go through the model from its end to its beginning.
             everyone = [p for each in reversed(self._buckets) for p in each.parameters]
             self._names.update((p, f"parameter.{i}") for i, p in enumerate(everyone))
-            self._bind(buffer.device)
+            self._bind(own_bucket.buffer.device)
             for each in self._buckets:
                 self._start_exchange(each)
             self._watch(everyone)  # from the next pass on: before the first one nothing waits
         if bucket.is_last() or self._has_all_of_a_static_graph(bucket):
             self._finish()
-        return future
+        return own_bucket.future
 
     def _has_all_of_a_static_graph(self, bucket: dist.GradBucket) -> bool:
         """Whether all gradients are there in the first pass of a static graph, in which DDP says of
@@ -310,9 +347,16 @@ class DDPState:
         return sum(len(each.parameters) for each in self._buckets) == expected
 
     def _start_exchange(self, bucket: _HookBucket) -> None:
-        parameters = bucket.parameters
-        named = {self._names[p]: g for p, g in zip(parameters, bucket.gradients, strict=True)}
-        self.reducer.start_together(named, self._used.unused(named, parameters))
+        parts, parameters = bucket.views, bucket.parameters
+        if self._nodes is not None:
+            bucket.shard = BucketShard(self._nodes, bucket.views)
+            # The last ranks may have nothing of a small parameter, nor have their counterparts.
+            theirs = zip(bucket.shard.parts, parameters, strict=True)
+            found = [(part, p) for part, p in theirs if part.numel()]
+            parts, parameters = [part for part, _ in found], [p for _, p in found]
+        bucket.results = dict(zip((self._names[p] for p in parameters), parts, strict=True))
+        if gradients := {name: part.contiguous() for name, part in bucket.results.items()}:
+            self.reducer.start_together(gradients, self._used.unused(gradients, parameters))
 
     def _watch(self, parameters: Iterable[torch.Tensor]) -> None:
         if self.reducer.finds_unused:
@@ -323,10 +367,25 @@ class DDPState:
         directions = self.reducer.finish()
         self._used.forget()
         for bucket in buckets:
-            for p, view in zip(bucket.parameters, bucket.views, strict=True):
-                if (direction := directions[self._names[p]]) is not view:
-                    view.copy_(direction)
+            for name, result in bucket.results.items():
+                if (direction := directions[name]) is not result:
+                    result.copy_(direction)
+            if bucket.shard is not None:
+                bucket.shard.spread()
             bucket.future.set_result(bucket.buffer)
+
+
+def check_method(method: Compressor, momentum: float | None, call: str) -> None:
+    """Raise ``ConfigError`` if a method needs an optimizer of its own, or the momentum of one that
+    a hook does not see; ``call``: the user's, with ``{}`` for the method."""
+    check_partner(method, None, None)
+    if method.takes_momentum and momentum is None and method.momentum is None:
+        with_momentum = call.format(f"{type(method).__name__}(momentum=0.9)")
+        raise ConfigError(
+            f"{method.name} corrects momentum, and a hook knows nothing of the optimizer: write "
+            f"{with_momentum} and give the optimizer momentum=0; or momentum=0.0 for error "
+            "feedback alone"
+        )
 
 
 def _group_for(model: torch.nn.Module | None, given: Any) -> Any:

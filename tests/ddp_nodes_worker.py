@@ -1,0 +1,396 @@
+"""Scenarios of the DDP hook with nodes, for four ranks as two nodes of two;
+``torchrun tests/ddp_nodes_worker.py FOLDER`` runs them on every rank."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import warnings
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from hvd_compress.engines.lockstep import World
+from hvd_compress.errors import ConfigError, MismatchError
+from hvd_compress.methods import as_compressor
+from hvd_compress.torch import DGC, DDPState, ddp_hook
+from tests.ddp_worker import (
+    _assert_close,
+    _assert_equal,
+    _heads,
+    _layouts,
+    _loss,
+    _same_everywhere,
+    _step_of,
+    _steps,
+    _train,
+)
+from tests.devices import DEVICE, start_process_group
+from tests.scenarios import of_program, run_all
+
+STEPS, NODES, OF_A_NODE = 4, 2, 2
+DGC_TEXT = "dgc:density=0.05,momentum=0.9,min_size=0"
+MESHES: dict[str, DeviceMesh] = {}
+
+
+class _Model(torch.nn.Module):
+    """Sizes that two ranks cannot divide evenly; of the last one the second rank has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(40, 33)
+        self.head = torch.nn.Linear(33, 5)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.head(self.inner(x).tanh()) * self.scale
+
+
+def _model():
+    torch.manual_seed(0)
+    return _Model().to(DEVICE)
+
+
+def _compressed(method, model=None, nodes=NODES, is_early=False, **options):
+    """Small buckets, which DDP divides in another way after the first step."""
+    ddp = DistributedDataParallel(model or _model(), bucket_cap_mb=0.002)
+    state = DDPState(method, None if is_early else ddp, nodes=nodes, **options)
+    ddp.register_comm_hook(state, ddp_hook)
+    return ddp, state
+
+
+def _place():
+    return dist.get_rank() % OF_A_NODE
+
+
+def _states(state):
+    states = state.reducer.store.states
+    return {name: {key: x.clone() for key, x in own.items()} for name, own in states.items()}
+
+
+def _cut(x):
+    """An array as the ranks of a node divide it."""
+    return np.array_split(x if x.ndim > 1 and len(x) >= OF_A_NODE else x.reshape(-1), OF_A_NODE)
+
+
+def _lockstep(method, steps, momentum=0.0):
+    """The model after training in one process: means of the nodes' gradients, cut into shards, of
+    which each meets the other node's."""
+    model, worlds = _model(), [World(as_compressor(method), NODES) for _ in range(OF_A_NODE)]
+    for step in range(steps):
+        means = []
+        for node in range(NODES):
+            total: dict[str, torch.Tensor] = {}
+            for rank in range(OF_A_NODE * node, OF_A_NODE * (node + 1)):
+                model.zero_grad()
+                _loss(model, rank, step).backward()
+                for name, p in model.named_parameters():
+                    total[name] = total[name] + p.grad if name in total else p.grad.clone()
+            means.append({name: _cut((x / OF_A_NODE).cpu().numpy()) for name, x in total.items()})
+        shards = []
+        for place, world in enumerate(worlds):
+            theirs = [
+                {name: parts[place] for name, parts in mean.items() if parts[place].size}
+                for mean in means
+            ]
+            outcomes = world.exchange_all(theirs, momentum=momentum)[0]
+            shards.append({name: outcome.direction for name, outcome in outcomes.items()})
+        for name, p in model.named_parameters():
+            parts = [np.ravel(own[name]) for own in shards if name in own]
+            direction = torch.from_numpy(np.concatenate(parts)).view(p.shape)
+            with torch.no_grad():
+                p.add_(direction.to(DEVICE), alpha=-0.05)
+    return model
+
+
+def trains_as_the_lockstep_world() -> None:
+    for method, momentum in (
+        ("none", 0.0),
+        ("topk:density=0.05", 0.0),
+        ("randomk:density=0.1", 0.0),
+        ("onebit:column=16", 0.0),
+        ("dgc:density=0.05,min_size=0", 0.9),
+        ("powersgd:rank=2", 0.0),
+    ):
+        model, _ = _compressed(method, momentum=momentum or None)
+        _train(model, range(STEPS))
+        _same_everywhere(model)
+        reference = _lockstep(method, STEPS, momentum)
+        if method.startswith(("topk", "randomk", "dgc")):
+            _assert_equal(model, reference)
+        else:
+            _assert_close(model, reference)
+
+
+def clipping_goes_by_the_gradient_of_the_node() -> None:
+    model, state = _compressed(DGC(density=0.05, momentum=0.9, clip_norm=0.1))
+    norm, found = state.reducer.store.norm, []
+    with mock.patch.object(
+        state.reducer.store, "norm", lambda x: found.append(norm(x)) or found[-1]
+    ):
+        _train(model, range(1))
+    _same_everywhere(model)
+    alone, first = _model(), dist.get_rank() - _place()
+    (sum(_loss(alone, rank, 0) for rank in range(first, first + OF_A_NODE)) / OF_A_NODE).backward()
+    right = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+    assert found == [pytest.approx(right, rel=1e-5)]
+
+
+def a_rank_has_its_share_of_states_and_bytes() -> None:
+    (model, state), (whole, all_of_it) = (
+        _compressed("topk:density=0.05", nodes=nodes) for nodes in (NODES, None)
+    )
+    for each in (model, whole):
+        _train(each, range(2))
+    for name, p in model.module.named_parameters():
+        parts = _cut(np.empty(tuple(p.shape)))
+        own = state.reducer.store.states.get(name, {"residual": torch.empty(0)})
+        assert own["residual"].numel() == parts[_place()].size
+        assert all_of_it.reducer.store.states[name]["residual"].numel() == p.numel()
+    mine, theirs = (s.stats().layers["inner.weight"] for s in (state, all_of_it))
+    assert mine.elements == 2 * len(_cut(np.empty((33, 40)))[_place()]) * 40
+    assert mine.elements_sent == pytest.approx(theirs.elements_sent / 2, rel=0.05)
+    assert mine.bytes_sent == pytest.approx(theirs.bytes_sent / 2, rel=0.15)
+    # Half of a message, from one other rank instead of three.
+    assert mine.bytes_received == pytest.approx(theirs.bytes_received / 6, rel=0.15)
+
+
+def nodes_are_found_and_given_in_many_ways() -> None:
+    expected, _ = _compressed("topk:density=0.05")
+    _train(expected, range(STEPS))
+    name = {"GROUP_RANK": str(dist.get_rank() // OF_A_NODE)}
+    for nodes, variables, is_early in (
+        (MESHES["2x2"], {}, False),
+        ("auto", name, False),
+        ("auto", name, True),
+    ):
+        with mock.patch.dict(os.environ, variables):
+            model, state = _compressed("topk:density=0.05", nodes=nodes, is_early=is_early)
+            _train(model, range(STEPS))
+        _assert_equal(model, expected)
+        assert state._nodes.ranks == OF_A_NODE
+    whole, _ = _compressed("topk:density=0.05", nodes=None)
+    _train(whole, range(STEPS))
+    for nodes in (4, MESHES["4x1"]):  # of one rank each
+        model, state = _compressed("topk:density=0.05", nodes=nodes)
+        _train(model, range(STEPS))
+        assert state._nodes is None
+        _assert_equal(model, whole)
+
+
+def one_node_exchanges_nothing() -> None:
+    """The method works all the same, as it does on one rank."""
+    plain = DistributedDataParallel(_model())
+    _train(plain, range(STEPS))
+    for nodes in (1, "auto"):  # on this machine
+        model, _ = _compressed("none", nodes=nodes)
+        _train(model, range(STEPS))
+        _same_everywhere(model)
+        _assert_close(model, plain)
+        model, state = _compressed(DGC_TEXT, nodes=nodes)
+        _train(model, range(STEPS))
+        _same_everywhere(model)
+        assert state.reducer.store.states["inner.weight"]["velocity"].any()
+        assert state.stats().total.bytes_received == 0
+
+
+def wrong_nodes_are_errors_on_every_rank() -> None:
+    for nodes in (0, -1, 2.5, "hosts", True, [[0, 1], [2, 3]]):
+        with pytest.raises(ConfigError, match='nodes="auto", which finds them'):
+            DDPState("topk", nodes=nodes)
+    with pytest.raises(ConfigError, match=r"name the method, or leave nodes"):
+        DDPState("auto", nodes=2)
+    with pytest.raises(ConfigError, match="4 ranks are no 3 nodes"):
+        _compressed("topk", nodes=3)
+    with pytest.raises(ConfigError, match=r"mesh of two dimensions.*of just these"):
+        _compressed("topk", nodes=MESHES["4x1"]["replica"])
+    uneven = {"GROUP_RANK": str(int(dist.get_rank() > 0))}
+    with (
+        mock.patch.dict(os.environ, uneven),
+        pytest.raises(ConfigError, match=r"nodes of 1 and 3 ranks.*as many ranks on every node"),
+    ):
+        _compressed("topk", nodes="auto")
+    last = dist.get_rank() == 3
+    with pytest.raises(MismatchError, match=r"(?s)nodes\n.*rank 0, 1, 2: 2\n.*rank 3: 1"):
+        _compressed("topk", nodes=1 if last else 2)
+    # Ranks of one node meet different others, which would not see it.
+    method = f"topk:density={0.1 if _place() else 0.2}"
+    with pytest.raises(MismatchError, match=r"rank 0, 2: TopK\(density=0\.2"):
+        _compressed(method)
+
+
+def buckets_hold_parameters_of_every_kind() -> None:
+    for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+        steps = range(1, 4)
+        model, _, found = _steps(_layouts(), "none", steps, nodes=NODES, **options)
+        for name, averages in found.items():
+            for step, average in zip(steps, averages, strict=True):
+                loose = {"rtol": 0.03, "atol": 0.03} if name == "short" else {}
+                torch.testing.assert_close(average, model.module.mean(name, step), **loose)
+
+
+def sums_of_16_bits_do_not_overflow() -> None:
+    large = torch.full((8,), 60000.0, dtype=torch.float16)
+    for method in ("none", "fp16"):
+        model = DistributedDataParallel(torch.nn.Linear(8, 1, bias=False).half().to(DEVICE))
+        state = DDPState(method, model, nodes=NODES)
+        model.register_comm_hook(state, ddp_hook)
+        model(large.to(DEVICE)[None]).sum().backward()
+        assert model.module.weight.grad.tolist() == [[60000.0] * 8]
+
+
+def an_untrained_head_keeps_its_state() -> None:
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        model, state = _heads("topk:density=0.1", nodes=NODES, **options)
+        _step_of(model, "b", dist.get_rank(), 0)
+        _step_of(model, "a", dist.get_rank(), 1)
+        before = _states(state)
+        _step_of(model, "a", dist.get_rank(), 2)
+        after = _states(state)
+        assert model.module.b.weight.grad is None
+        for name in ("b.weight", "b.bias"):
+            torch.testing.assert_close(after[name], before[name], rtol=0, atol=0)
+        assert (after["a.weight"]["residual"] != before["a.weight"]["residual"]).any()
+        # One rank of a node counts for all of it.
+        _step_of(model, "b" if dist.get_rank() == 1 else "a", dist.get_rank(), 3)
+        assert model.module.b.weight.grad.any()
+        assert (_states(state)["b.weight"]["residual"] != after["b.weight"]["residual"]).any()
+
+
+def passes_that_do_not_meet_are_added() -> None:
+    (model, state), (twin, _) = _compressed("topk:density=0.05"), _compressed("topk:density=0.05")
+    for step in range(2):
+        model.zero_grad()
+        with model.no_sync():
+            _loss(model, dist.get_rank(), step).backward()
+        _loss(model, dist.get_rank(), step).backward()
+        twin.zero_grad()
+        (2 * _loss(twin, dist.get_rank(), step)).backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    assert state.reducer.step == 2
+
+
+def nan_reaches_every_rank_and_no_state() -> None:
+    for method in ("topk:density=0.05", DGC_TEXT, "powersgd"):
+        model, state = _compressed(method)
+        _train(model, range(2))
+        before = _states(state)
+        model.zero_grad()
+        loss = _loss(model, dist.get_rank(), 2)
+        (loss * float("nan") if dist.get_rank() == 0 else loss).backward()
+        for p in model.parameters():
+            for part in _cut(p.grad.cpu().numpy()):  # each is a tensor of its own
+                assert not part.size or not np.isfinite(part).all()
+        torch.testing.assert_close(_states(state), before, rtol=0, atol=0)
+
+
+def a_discarded_pass_leaves_no_trace() -> None:
+    (model, state), (twin, its_state) = _compressed(DGC_TEXT), _compressed(DGC_TEXT)
+    state.keep_undo()
+    for each in (model, twin):
+        _train(each, range(2))
+    model.zero_grad()
+    (100 * _loss(model, dist.get_rank(), 50)).backward()
+    state.discard()
+    for each in (model, twin):
+        _train(each, range(2, 4))
+    _assert_equal(model, twin)
+    torch.testing.assert_close(_states(state), _states(its_state), rtol=0, atol=0)
+
+
+def _from_rank_0(saved):
+    everyones = [saved]
+    dist.broadcast_object_list(everyones)
+    return everyones[0]
+
+
+def checkpoints_go_on() -> None:
+    for method in (DGC_TEXT, "onebit", "powersgd"):
+        model, state = _compressed(method, residuals="ranks")
+        _train(model, range(3))
+        weights = copy.deepcopy(model.module.state_dict())
+        own, everything = state.state_dict(consolidate=False), _from_rank_0(state.state_dict())
+        states = _states(state)
+        _train(model, range(3, 5))
+        for saved in (own, everything):
+            again, later = _compressed(method)
+            again.module.load_state_dict(weights)
+            later.load_state_dict(saved)
+            torch.testing.assert_close(_states(later), states, rtol=0, atol=0)
+            _train(again, range(3, 5))
+            if method == DGC_TEXT:  # else sums depend on DDP's buckets, which begin anew
+                _assert_equal(again, model)
+            else:
+                _assert_close(again, model)
+
+
+def consolidated_states_are_means_over_nodes() -> None:
+    model, state = _compressed(DGC_TEXT)
+    _train(model, range(3))
+    saved = _from_rank_0(state.state_dict())
+    other, later = _compressed(DGC_TEXT)
+    later.load_state_dict(saved)
+    for name, own in state.reducer.store.states.items():
+        if "residual" not in own:  # too small
+            continue
+        total = own["residual"].clone()
+        dist.all_reduce(total, group=state._nodes.between)
+        found = later.reducer.store.states[name]["residual"]
+        torch.testing.assert_close(found, total / NODES)
+    other.module.load_state_dict(model.module.state_dict())
+    _train(other, range(3, 5))
+    _same_everywhere(other)
+    # Of as many ranks a node, and fewer nodes.
+    alone = [each for each in range(NODES) for _ in range(OF_A_NODE)][dist.get_rank()]
+    groups = [dist.new_group([2 * node, 2 * node + 1]) for node in range(NODES)]
+    smaller = DistributedDataParallel(_model(), process_group=groups[alone])
+    fewer = DDPState(DGC_TEXT, smaller, nodes=1)
+    fewer.load_state_dict(saved)
+    smaller.register_comm_hook(fewer, ddp_hook)
+    _train(smaller, range(1))
+    assert fewer.reducer.step == 4
+
+
+def states_of_other_nodes_are_refused() -> None:
+    model, state = _compressed("topk:density=0.05")
+    whole, without = _compressed("topk:density=0.05", nodes=None)
+    for each in (model, whole):
+        _train(each, range(2))
+    own, plain = state.state_dict(consolidate=False), without.state_dict()
+    before = _states(state)
+    with pytest.raises(ConfigError, match=r"nodes of 2 ranks, and here they have 1.*empty"):
+        without.load_state_dict(own)
+    with pytest.raises(ConfigError, match=r"nodes of 1 ranks, and here they have 2"):
+        state.load_state_dict(plain)
+    other = 1 - _place()
+    with pytest.raises(ConfigError, match=rf"places {other} in a node, and this rank is at"):
+        state.load_state_dict({**own, "shards": {other: own["shards"][_place()]}})
+    for damaged in ({"shards": 3}, {"ranks_per_node": "2"}, {"shards": {_place(): 1}}):
+        with pytest.raises(ConfigError, match="nothing was changed"):
+            state.load_state_dict({**own, **damaged})
+    torch.testing.assert_close(_states(state), before, rtol=0, atol=0)
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    start_process_group()
+    names = ("replica", "shard")
+    for shape in ((2, 2), (4, 1)):
+        mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=names)
+        MESHES["x".join(map(str, shape))] = mesh
+    run_all(sys.argv[1], dist.get_rank(), SCENARIOS, dist.barrier)
+    dist.destroy_process_group()
+
+
+SCENARIOS = of_program(globals())
+
+if __name__ == "__main__":
+    main()
