@@ -265,7 +265,8 @@ class DDPState:
         """Return the state for ``torch.save``.  This is a collective unless ``consolidate`` is
         false: residuals are averaged over the ranks, or gathered on rank 0, so that any number of
         ranks can load rank 0's state dict.  With ``nodes`` that is the first rank of each node, and
-        nodes of as many ranks can load it, however many they are.  What was loaded stays as it is until the first gradients come."""
+        nodes of as many ranks can load it, however many they are.  What was loaded stays as it is
+        until the first gradients come."""
         check_choice("consolidate", consolidate, (True, False))
         if self._loaded is not None:
             return dict(self._loaded)

@@ -109,7 +109,8 @@ class BucketShard:
             begin += (least + (more > 0)) * row.numel()
         rows = views[0].new_empty(nodes.ranks, begin)
         gradients, places = self._pieces(rows)
-        torch._foreach_copy_(places, gradients)
+        if places:  # else all parameters are empty
+            torch._foreach_copy_(places, gradients)
         self._own = nodes.mean(rows)
         self.parts = [self._own[start : start + x.numel()].view(x) for start, x in own]
 
@@ -130,7 +131,8 @@ class BucketShard:
     def spread(self) -> None:
         """Give the ranks of this node each other's parts, and write all into the gradients."""
         gradients, places = self._pieces(self._nodes.all_rows(self._own))
-        torch._foreach_copy_(gradients, places)
+        if places:
+            torch._foreach_copy_(gradients, places)
         for view, flat in zip(self._views, self._flats, strict=True):
             if not view.is_contiguous():
                 view.copy_(flat.view(view.shape))
