@@ -1,4 +1,4 @@
-"""Everything that wants a GPU, the most valuable first, in about ten minutes, at most seventeen.
+"""Everything that wants a GPU, the most valuable first, in about ten minutes, at most nineteen.
 
     python benchmarks/gpu_suite.py FOLDER
 
@@ -37,6 +37,7 @@ def parts(folder: Path) -> dict[str, tuple[int, list[str]]]:
         "steps_hook_busy": (100, [*HOOK, "--busy", "0.25", *figures("steps_hook_busy")]),
         "laws_kernels": (150, [*PYTEST, "tests/torch_impl/triton_laws.py"]),
         "laws_codecs": (150, [*PYTEST, "tests/torch_impl/triton_codec_laws.py"]),
+        "laws_low_rank": (90, [*PYTEST, "tests/torch_impl/triton_low_rank_laws.py"]),
         "scenarios_hook": (60, worker),
         "steps_mpi": (90, [*MPI, *STEPS[1:], "--rounds", "9", *figures("steps_mpi")]),
         "laws_methods": (200, [*PYTEST, "tests/gpu/laws.py"]),

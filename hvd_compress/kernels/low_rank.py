@@ -17,13 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.backends import backend_of
 from hvd_compress.kernels import is_compiled, native, threads
-from hvd_compress.kernels.arrays import Column
+from hvd_compress.kernels.arrays import Array, Column
 
 _NONE = np.empty(0, np.int64)
 #: elements of a row, and rows, that are added up in one go
 _SUMMED, _ROWS, _LANES = 4096, 256, 16
 _TINY = np.float32(1e-30)
+#: products that are smaller are in range, and so are their sums
+_LARGE = 2.0**126
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -189,6 +192,104 @@ class Matrices:
             return [None] * len(self._dims)
         pairs = zip(column.on_host().arrays, self._dims.tolist(), strict=True)
         return [x.reshape(n, m) for x, (n, m, _) in pairs]
+
+
+class PowerStep:
+    """A step of the power method on the matrices of a bucket, with its memory: three turns of each
+    rank, between which all P, and then all Q, are added up over the ranks.
+
+    Turns take the columns of gradients, where averages are written, and factors Q^T, and that of
+    residuals if there is error feedback.  What is compressed, M = gradient + residual, is written
+    where the average will be.  :func:`hvd_compress.kernels.loops_of` finds the like for a GPU.
+
+    Args:
+        shapes, ranks: as of :class:`Matrices`.
+        size: the number of ranks that exchange.
+        like: an array in the memory of the matrices.
+
+    Attributes:
+        MOST_RANK: the largest rank that is taken; ``None`` for any.
+        rows, own: what is sent, all P^T and all Q^T.
+    """
+
+    MOST_RANK: int | None = None
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], ranks: Sequence[int], size: int, like: Array
+    ) -> None:
+        self._matrices, self._shapes = Matrices(shapes, ranks), shapes
+        self._ranks, self._size = np.array(ranks), np.float32(size)
+        pairs = list(zip(shapes, ranks, strict=True))
+        self._starts_of_p = np.cumsum([0, *(n * rank for (n, _), rank in pairs)])
+        self._starts_of_q = np.cumsum([0, *(m * rank for (_, m), rank in pairs)])
+        #: columns of the rows of all Q^T, and where they start
+        self._lengths = np.repeat([m for _, m in shapes], ranks)
+        self._rows_of_q = np.cumsum([0, *self._lengths[:-1]])
+        self.rows, self._p = np.empty((2, self._matrices.of_p), np.float32)
+        self._q, self.own, self._new = np.empty((3, self._matrices.of_q), np.float32)
+
+    def left(self, columns: Sequence[Column]) -> Array:
+        """Return what is sent first: all P, transposed."""
+        x, out, factors, *residuals = columns
+        np.concatenate(factors.on_host().arrays, out=self._new)
+        # Its scale means nothing to the result, and could take the product out of range.
+        self._matrices.unit(self._new, self._q)
+        self._matrices.left(x, self._q, self.rows, *((*residuals, out) if residuals else ()))
+        return _beside(x, self.rows)
+
+    def right(self, columns: Sequence[Column], total: Array) -> Array:
+        """Return what is sent then, given the sum of all ranks' P: all Q, transposed."""
+        x, out, _, *residuals = columns
+        np.divide(backend_of(total).to_numpy(total), self._size, out=self._p)
+        self._matrices.orthonormal(self._p)
+        self._matrices.right(out if residuals else x, self._p, self.own)
+        return _beside(x, self.own)
+
+    def settle(
+        self, columns: Sequence[Column], total: Array, sent: list[np.ndarray] | None
+    ) -> np.ndarray:
+        """Write averages and states, given the sum of all ranks' Q, and what was ``sent``, if there
+        are arrays for it; return of which matrices the average is finite (bool).  States of others
+        stay as they are."""
+        _, out, factors, *residuals = columns
+        factors, left = factors.on_host(), residuals[0] if residuals else None
+        np.divide(backend_of(total).to_numpy(total), self._size, out=self._new)
+        to = None if sent is None else Column(sent, out.sizes)
+        finite = self._finite()
+        self._matrices.settle(
+            *(out, left, self._p, self._new, self.own), out=out, sent=to, finite=finite
+        )
+        old = np.concatenate(factors.arrays)
+        alive = np.add.reduceat(np.abs(self._new), self._rows_of_q) > 0
+        alive = np.repeat(alive.astype(np.float32), self._lengths)
+        with np.errstate(invalid="ignore"):
+            new = alive * self._new + (1 - alive) * old  # a zero would stay zero for ever
+        cuts = np.split(new, self._starts_of_q[1:-1])
+        for factor, its_new, fine in zip(factors.arrays, cuts, finite, strict=True):
+            if fine:
+                factor[:] = its_new
+        return finite
+
+    def _finite(self) -> np.ndarray:
+        """Return of which matrices the average is finite."""
+        p = np.maximum.reduceat(np.abs(self._p), self._starts_of_p[:-1]).astype(np.float64)
+        q = np.maximum.reduceat(np.abs(self._new), self._starts_of_q[:-1]).astype(np.float64)
+        finite = p * q * self._ranks < _LARGE
+        for i in np.flatnonzero(~finite & np.isfinite(p) & np.isfinite(q)).tolist():
+            finite[i] = self._is_product_finite(i)
+        return finite
+
+    def _is_product_finite(self, i: int) -> bool:
+        one, mean = Matrices([self._shapes[i]], [self._ranks[i]]), np.empty(self._shapes[i], "f4")
+        p, q = (slice(*each[i : i + 2]) for each in (self._starts_of_p, self._starts_of_q))
+        one.product(self._p[p], self._new[q], Column([mean]))
+        return bool(np.isfinite(mean).all())
+
+
+def _beside(column: Column, x: np.ndarray) -> Array:
+    """``x`` as an array of the library of those of a column."""
+    like = column.arrays[0]
+    return backend_of(like).from_numpy(x, like)
 
 
 def _addresses(column: Column | None) -> np.ndarray:

@@ -10,7 +10,7 @@ import torch
 from hvd_compress.torch import backend
 from tests import jobs
 
-LAWS = ["triton_laws.py", "triton_codec_laws.py"]
+LAWS = ["triton_laws.py", "triton_codec_laws.py", "triton_low_rank_laws.py"]
 pytestmark = pytest.mark.timeout(900)
 
 

@@ -559,6 +559,6 @@ def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, own, constants, 
     constants = {"width": 1024, **constants}
     signature = ["constexpr" if x in constants else known[x] for x in kernel.arg_names]
     values = [constants.get(x) for x in kernel.arg_names]
-    for code in compiled_for_gpus(kernel, signature, values, tmp_path):
+    for asm in compiled_for_gpus(kernel, signature, values, tmp_path):
         for inexact in ("fma", "div.full", "approx", ".ftz"):
-            assert inexact not in code
+            assert inexact not in asm["ptx"]

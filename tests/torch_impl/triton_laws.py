@@ -360,15 +360,18 @@ def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, constants, tmp_p
     kinds = {argument: kind for kind, names in _TYPES.items() for argument in names.split()}
     signature = ["constexpr" if arg in constants else kinds[arg] for arg in kernel.arg_names]
     values = [constants.get(arg) for arg in kernel.arg_names]
-    for code in compiled_for_gpus(kernel, signature, values, tmp_path):
+    for asm in compiled_for_gpus(kernel, signature, values, tmp_path):
+        code = asm["ptx"]
         assert "fma" not in code
         assert "div.full" not in code
         assert ("div.rn.f32" in code) is (name == "add_sorted")
 
 
-def compiled_for_gpus(kernel, signature, constants, folder):
-    """The PTX of a kernel for compute capabilities, by the types of its arguments and the values of
-    those that are constant."""
+def compiled_for_gpus(
+    kernel, signature, constants, folder, capabilities=(90,) if FEW else (80, 90), **options
+):
+    """What a kernel is compiled to for compute capabilities, by the types of its arguments and the
+    values of those that are constant."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -378,7 +381,7 @@ def compiled_for_gpus(kernel, signature, constants, folder):
     source = ASTSource(kernel, types, known)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.knobs.cache, "dir", str(folder))
-        for capability in (90,) if FEW else (80, 90):
+        for capability in capabilities:
             target = GPUTarget("cuda", capability, 32)
-            options = {"enable_fp_fusion": False}
-            yield triton.compile(source, target=target, options=options).asm["ptx"]
+            options = {"enable_fp_fusion": False, **options}
+            yield triton.compile(source, target=target, options=options).asm

@@ -23,10 +23,10 @@ from hvd_compress.kernels import Column, Selected, Steps
 from hvd_compress.kernels.arrays import Momentum, momenta_of
 
 from ..backend import from_numpy
-from . import kernels
+from . import kernels, low_rank
 from .codecs import Codes, placed
 
-__all__ = ["KEEPS", "Codes", "Selection", "add_up", "placed", "stream"]
+__all__ = ["KEEPS", "Codes", "Selection", "add_up", "low_rank", "placed", "stream"]
 
 #: new states are written in a second pass
 KEEPS = False

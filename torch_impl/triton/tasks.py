@@ -90,7 +90,7 @@ class Layout:
         levels = []
         while True:
             counts = -(-(stop - start) // SUMMED.value)
-            run, block = _numbered(counts)
+            run, block = numbered(counts)
             first = start[run] + block * SUMMED.value
             last = np.minimum(first + SUMMED.value, stop[run])
             levels.append(self._table(np.stack([first, last, task[run], run], 1)))
@@ -102,20 +102,20 @@ class Layout:
     def _of_runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """For each run, its task, its number there, and from and up to which element it goes."""
         start, n, length = (self._rows[:, column.value] for column in (START, N, LENGTH))
-        task, number = _numbered(-(-n // length))
+        task, number = numbered(-(-n // length))
         first = start[task] + number * length[task]
         return task, number, first, np.minimum(first + length[task], (start + n)[task])
 
     def _blocks(self, sizes: np.ndarray, width: int) -> torch.Tensor:
         """Return task and block of each program (int32)."""
-        return self._table(np.stack(_numbered(-(-sizes // width)), 1)).int()
+        return self._table(np.stack(numbered(-(-sizes // width)), 1)).int()
 
     def _table(self, rows: np.ndarray) -> torch.Tensor:
         # At once: whoever finds it later may be in another stream.
         return torch.from_numpy(rows).to(self._device)
 
 
-def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return, for so many parts of each of some wholes, the whole of each and its number there."""
     whole = np.repeat(np.arange(len(counts)), counts)
     return whole, np.arange(len(whole)) - np.repeat(np.cumsum(counts) - counts, counts)

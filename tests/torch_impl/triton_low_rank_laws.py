@@ -1,0 +1,286 @@
+"""Low rank in Triton against the loops for host memory, bit for bit; see triton_laws.py."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_compress import PowerSGD
+from hvd_compress.chain import Chain
+from hvd_compress.engines.local import LocalEngine
+from hvd_compress.kernels import Column, low_rank
+from hvd_compress.meetings import power_sgd
+from hvd_compress.reduce import Reducer
+from hvd_compress.torch import backend
+from hvd_compress.transforms import error_feedback
+from tests.kernels.buckets import Ranks, assert_equal, one_by_one
+from tests.torch_impl.triton_laws import (
+    DEVICE,
+    FEW,
+    INTERPRETED,
+    assert_same,
+    compiled_for_gpus,
+    moved,
+    waits_of,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+
+
+@pytest.fixture(scope="module")
+def own():
+    from hvd_compress.torch.triton import low_rank
+
+    return low_rank
+
+
+@pytest.fixture
+def no_loads_ahead(monkeypatch):
+    """The interpreter takes as long for those beyond the end; bits do not depend on them."""
+    from hvd_compress.torch.triton import low_rank_kernels
+
+    if INTERPRETED:
+        monkeypatch.setattr(low_rank_kernels, "_AHEAD", type(low_rank_kernels.ROWS)(1))
+
+
+def step_of(power_step, device, shapes, rank, seed, *, bad=None, keeps=True, sends=False):
+    """All that two ranks compute in a step, of numbers of which one of the second rank's is
+    ``bad``."""
+    random, to = np.random.default_rng(seed), functools.partial(torch.tensor, device=device)
+    ranks = [min(*shape, rank) for shape in shapes]
+    normal = lambda n: random.standard_normal(n).astype(np.float32)  # noqa: E731
+    factors, found = [normal(m * k) for (_, m), k in zip(shapes, ranks, strict=True)], []
+    factors[-1][:] = 0  # which stays the same
+    arrays = [[[normal(n * m) for n, m in shapes] for _ in range(1 + keeps)] for _ in "ab"]
+    if bad is not None:
+        arrays[1][0][0].flat[[0, -1]] = bad
+    columns, steps = [], []
+    for x, *residuals in arrays:
+        x, *others = ([to(a) for a in part] for part in (x, factors, *residuals))
+        columns.append([Column(x), Column(x), *map(Column, others)])
+        steps.append(power_step(shapes, ranks, 2, x[0]))
+    pairs = list(zip(steps, columns, strict=True))
+    found.append([step.left(own) for step, own in pairs])
+    total = found[-1][0] + found[-1][1]
+    found.append([step.right(own, total.clone()) for step, own in pairs])
+    total = found[-1][0] + found[-1][1]
+    for step, own in pairs:
+        sent = [np.zeros(n * m, np.float32) for n, m in shapes] if sends else None
+        finite = step.settle(own, total.clone(), sent)
+        found.append([finite.astype(np.float32), *(sent or [])])
+        found += [column.arrays for column in own]
+    return [x for part in found for x in part]
+
+
+def assert_steps(own, shapes, rank, seed=0, **options):
+    found = step_of(own.PowerStep, DEVICE, shapes, rank, seed, **options)
+    expected = step_of(low_rank.PowerStep, "cpu", shapes, rank, seed, **options)
+    for x, y in zip(found, expected, strict=True):
+        assert_same(x, y.numpy() if isinstance(y, torch.Tensor) else y)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rank", "options"),
+    [
+        ([(5, 7), (1, 1)], 2, {"sends": True}),
+        ([(260, 17)], 1, {}),
+        ([(3, 4100)], 2, {"keeps": False}),
+        ([(4, 20), (9, 33), (2, 3)], 3, {"bad": np.nan}),
+        ([(6, 5), (3, 8)], 4, {"bad": np.inf, "sends": True}),
+        ([(6, 35), (3, 8)], 1, {"bad": 3e38, "keeps": False}),
+        ([(9, 17), (8, 8)], 8, {}),
+        ([(16, 18)], 16, {}),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_the_host(own, no_loads_ahead, shapes, rank, options):
+    """Also of matrices of which one is not finite, or products overflow."""
+    assert_steps(own, shapes, rank, **options)
+
+
+def test_steps_have_several_loads_under_way(own):
+    assert_steps(own, [(5, 130)], 2)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes long in the interpreter")
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(
+        st.tuples(
+            st.sampled_from([1, 2, 63, 255, 256, 259, 2100, 4099, 9000]),
+            st.sampled_from([1, 3, 15, 17, 147, 1000, 4096, 4500, 33_000]),
+        ).filter(lambda shape: shape[0] * shape[1] < 10**7),
+        min_size=1,
+        max_size=4,
+    ),
+    rank=st.integers(1, 16),
+    bad=st.sampled_from([None, None, np.nan, np.inf, 3e38]),
+    keeps=st.booleans(),
+    sends=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_drawn_steps_are_those_of_the_host(own, shapes, rank, bad, keeps, sends, seed):
+    assert_steps(own, shapes, rank, seed, bad=bad, keeps=keeps, sends=sends)
+
+
+@pytest.fixture
+def by_triton(monkeypatch):
+    """The addresses of tensors that are on the host nevertheless."""
+    on_host = set()
+    if INTERPRETED:  # else the device says so
+
+        def loops(x):
+            is_host = x.data_ptr() in on_host
+            return "hvd_compress.kernels" if is_host else "hvd_compress.torch.triton.loops"
+
+        monkeypatch.setattr(backend, "loops", loops)
+    return on_host
+
+
+METHODS = [
+    Chain((error_feedback(),), via=power_sgd(rank=2)),
+    Chain((), via=power_sgd(rank=1)),
+    PowerSGD(rank=3, min_compression_rate=1),
+]
+SHAPES = {"a": (6, 5, 2), "b": (3, 9), "c": (4, 4)}
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("method", METHODS[: 1 if INTERPRETED and FEW else None], ids=repr)
+def test_buckets_are_what_their_tensors_are(own, no_loads_ahead, by_triton, method, mixed):
+    """The whole exchange, against the blocks of the chain in NumPy, over steps with a NaN on one
+    rank; also if the other rank has no device."""
+    ranks, expected = Ranks(method, SHAPES, 2, in_place=not mixed), one_by_one(method, 2)
+    random = np.random.default_rng(3)
+    for step in range(3):
+        gradients = [
+            {n: random.standard_normal(s).astype(np.float32) for n, s in SHAPES.items()}
+            for _ in "ab"
+        ]
+        if step == 1:
+            gradients[1]["b"][2, 3] = np.nan
+        places = [torch.device("cpu") if mixed else DEVICE, DEVICE]
+        ours = [
+            {n: torch.tensor(x, device=place) for n, x in g.items()}
+            for g, place in zip(gradients, places, strict=True)
+        ]
+        if mixed:
+            by_triton.clear()
+            by_triton.update(x.data_ptr() for x in ours[0].values())
+        found = ranks.exchange(ours)
+        for rank, (mine, theirs) in enumerate(zip(found, expected(gradients), strict=True)):
+            for name, outcome in mine.items():
+                on_host = moved(outcome, "cpu")
+                assert_equal(on_host._replace(sent=on_host.sent.numpy()), theirs[name])
+                shared = outcome.mean.data_ptr() == ours[rank][name].data_ptr()
+                assert shared is not mixed
+
+
+def test_ranks_that_are_too_large_are_exchanged_by_blocks(own, by_triton):
+    x = torch.zeros(40, 40, device=DEVICE)
+    for rank, taken in ((16, True), (17, False)):
+        assert power_sgd(rank=rank).fused((), None).takes(x) is taken
+
+
+def test_a_bucket_is_eight_launches_and_waits_once(own, no_loads_ahead, by_triton, monkeypatch):
+    """Whatever the number of matrices, in a step like the one before."""
+    from triton.runtime import jit
+
+    launched, uploads, launch = [], [], jit.KernelInterface.__getitem__
+
+    def counting(kernel, grid):
+        launched.append(kernel.fn)
+        return launch(kernel, grid)
+
+    for count in (4, 12):
+        reducer, random = (
+            Reducer(METHODS[0], LocalEngine(), in_place=True),
+            np.random.default_rng(0),
+        )
+        # Their memory stays where it is.
+        gradients = {f"{i}": torch.zeros(4, 6, device=DEVICE) for i in range(count)}
+        with monkeypatch.context() as patch:
+            for number in range(3):
+                for x in gradients.values():
+                    x.copy_(torch.tensor(random.standard_normal((4, 6)).astype(np.float32)))
+                if number == 2:
+                    patch.setattr(jit.KernelInterface, "__getitem__", counting)
+                    patch.setattr(own, "from_numpy", uploads.append)
+                waits = waits_of(functools.partial(reducer.reduce, gradients))
+        assert len(set(launched)) == len(launched) == 8
+        assert waits <= 1
+        assert not uploads
+        launched.clear()
+
+
+_TYPES = {
+    "*i64": "addresses matrices",
+    "*i32": "rows blocks largest verdicts",
+    "*fp32": "q p total own alive",
+    "*fp64": "shares",
+    "fp32": "size",
+}
+
+
+def launches_of(power_step, rank, monkeypatch):
+    """The kernels of a step of large matrices, and what they are launched with by name."""
+    from triton.runtime import jit
+
+    found = {}
+
+    def launch(kernel, grid):
+        return lambda *args, **options: found.update({kernel.fn.__name__: (kernel, options)})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jit.KernelInterface, "__getitem__", launch)
+        shape = 2500, 33_000
+        step = power_step([shape], [rank], 2, torch.empty(0))
+        x, factor = torch.empty(shape), torch.empty(rank * shape[1])
+        columns = [Column(own) for own in ([x], [x], [factor], [x])]
+        step.left(columns)
+        step.right(columns, step.rows)
+        step.settle(columns, step.own, None)
+    return found
+
+
+#: in which something is divided
+_DIVIDE = {"unit", "orthonormal", "decide"}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles nothing")
+@pytest.mark.parametrize(
+    ("rank", "capability"),
+    [(3, 90), (16, 80)] if FEW else [(rank, c) for rank in (1, 2, 4, 8, 16) for c in (80, 90)],
+)
+def test_kernels_compile_for_gpus_round_as_numpy_does_and_spill_nothing(
+    own, monkeypatch, tmp_path, rank, capability
+):
+    """No product and sum are contracted; registers suffice; no GPU is needed."""
+    from triton import knobs
+
+    kinds = {argument: kind for kind, names in _TYPES.items() for argument in names.split()}
+    launches = launches_of(own.PowerStep, rank, monkeypatch)
+    assert len(launches) == 8
+    for name, (kernel, options) in launches.items():
+        constants = {key: x for key, x in options.items() if key in kernel.arg_names}
+        options = {key: x for key, x in options.items() if key not in constants}
+        signature = ["constexpr" if x in constants else kinds[x] for x in kernel.arg_names]
+        values = [constants.get(x) for x in kernel.arg_names]
+        (asm,) = compiled_for_gpus(kernel, signature, values, tmp_path, (capability,), **options)
+        for inexact in ("fma", "div.full", "approx", ".ftz"):
+            assert inexact not in asm["ptx"]
+        file = tmp_path / "kernel.cubin"
+        file.write_bytes(asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert re.findall(r"STACK:(\d+)", usage) == ["0"], name
+        command = [knobs.nvidia.nvdisasm.path, "-c", str(file)]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert ("FFMA" in code) is (name in _DIVIDE), name  # which quotients are made of

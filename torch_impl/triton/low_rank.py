@@ -1,0 +1,181 @@
+"""The step of the power method of :mod:`hvd_compress.kernels.low_rank` for matrices in a GPU's
+memory, in Triton, with the same bits.
+
+Every kernel runs over all matrices of a bucket, whose addresses are in a table that is uploaded
+when they change.  Whether a mean is finite is found out on the GPU, and decides there what is
+written; the host is told at the end, for which it waits once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+
+from hvd_compress.kernels import Column
+
+from ..backend import from_numpy, to_numpy
+from . import low_rank_kernels as kernels
+from .task_kernels import SUMMED
+from .tasks import numbered
+
+#: products and sums are not contracted, since the bits must be those of the host
+_EXACT = {"enable_fp_fusion": False}
+#: elements that a program takes, and of which it writes the sums with residuals at a time
+_WIDTH, _TILE = 1024, 2048
+#: sums of sixteen elements each that a program has at a time, and sums of columns, of which there
+#: are so many side by side; and parts of a sum
+_LINES, _SUMS, _ACROSS, _PARTS = 16, 1024, 16, 8
+
+
+class PowerStep:
+    """See :class:`hvd_compress.kernels.low_rank.PowerStep`; all arrays are tensors on the GPU of
+    ``like``."""
+
+    MOST_RANK = 16
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], ranks: Sequence[int], size: int, like: torch.Tensor
+    ) -> None:
+        self._size, self._device = float(size), like.device
+        dims = np.array([(*shape, rank) for shape, rank in zip(shapes, ranks, strict=True)]).T
+        n, m, rank = dims
+        ends = np.cumsum(dims[:2] * rank, 1)
+        self._matrices = self._table(np.vstack([dims, ends - dims[:2] * rank]).T)
+        self._addresses, self._places = self._matrices, np.empty(0, np.int64)  # none yet
+        columns = self._columns = triton.next_power_of_2(int(rank.max()))
+        #: rows of M that a program takes, and columns, and how many runs of rows of these
+        self._rows, sums = max(1, _LINES // columns), min(256, _SUMS // columns)
+        self._runs = min(_parts(n, kernels.ROWS.value), sums // _ACROSS)
+        self._wide = sums // self._runs
+        #: parts of sums along columns of P, and of Q
+        self._of_p, self._of_q = (_parts(each, SUMMED.value) for each in (n, m))
+        self._of_p = min(self._of_p, 2 * _LINES // columns)
+        self._factor_rows = self._blocks(rank, 1)
+        self._row_blocks = self._blocks(n, self._rows)
+        self._column_blocks = self._blocks(m, self._wide)
+        self._element_blocks = self._blocks(n * m, _WIDTH)
+        self._sizes = (n * m).tolist()
+        self.rows, self._p = self._empty(2, int(ends[0, -1]))
+        self.own, self._q, self._new = self._empty(3, int(ends[1, -1]))
+        #: of a row of P^T in those before it
+        self._shares = self._empty(len(n), columns).double()
+        #: which columns of Q are not zero
+        self._alive = self._empty(len(n), columns)
+        #: largest magnitudes, as integers, and whether means are finite
+        self._largest, self._verdicts = self._empty(2, len(n)).int()
+
+    def left(self, columns: Sequence[Column]) -> torch.Tensor:
+        with torch.cuda.device_of(self.rows):
+            tables = self._tables(columns)
+            kernels.unit[self._programs(self._factor_rows)](
+                *(*tables, self._factor_rows, self._q, self._largest),
+                chunks=self._of_q,
+                width=_WIDTH,
+                **_EXACT,
+            )
+            kernels.left[self._programs(self._row_blocks)](
+                *(*tables, self._row_blocks, self._q, self.rows, self._largest),
+                adds=_keeps(columns),
+                columns=self._columns,
+                rows=self._rows,
+                width=_TILE // self._rows,
+                **_EXACT,
+            )
+            kernels.spoil[self._programs(self._matrices)](
+                self._matrices, self._largest, self.rows, width=_WIDTH
+            )
+        return self.rows
+
+    def right(self, columns: Sequence[Column], total: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.device_of(self.rows):
+            tables = self._tables(columns)
+            kernels.orthonormal[self._programs(self._matrices)](
+                *(self._matrices, total, self._p, self._shares, self._largest, self._size),
+                columns=self._columns,
+                chunks=self._of_p,
+                width=_WIDTH,
+                **_EXACT,
+            )
+            kernels.right[self._programs(self._column_blocks)](
+                *(*tables, self._column_blocks, self._p, self.own),
+                array=kernels.OUT if _keeps(columns) else kernels.X,
+                columns=self._columns,
+                runs=self._runs,
+                width=self._wide,
+                num_warps=8,
+                **_EXACT,
+            )
+        return self.own
+
+    def settle(
+        self, columns: Sequence[Column], total: torch.Tensor, sent: list[np.ndarray] | None
+    ) -> np.ndarray:
+        with torch.cuda.device_of(self.rows):
+            to = () if sent is None else self._empty(sum(self._sizes)).split(self._sizes)
+            tables = self._tables(columns, to)
+            kernels.decide[self._programs(self._matrices)](
+                *(self._matrices, total, self._new, self._alive),
+                *(self._largest, self._verdicts, self._size),
+                columns=self._columns,
+                width=_WIDTH // self._columns,
+                **_EXACT,
+            )
+            blocks = self._programs(self._element_blocks)
+            kernels.look[blocks](
+                *(self._matrices, self._element_blocks, self._p, self._new, self._verdicts),
+                width=_WIDTH,
+                **_EXACT,
+            )
+            kernels.settle[blocks](
+                *(*tables, self._element_blocks, self._p, self._new, self.own),
+                *(self._alive, self._verdicts),
+                array=kernels.OUT if _keeps(columns) else kernels.X,
+                keeps=_keeps(columns),
+                sends=bool(to),
+                columns=self._columns,
+                width=_WIDTH,
+                **_EXACT,
+            )
+        for array, own in zip(sent or (), to, strict=True):
+            array[:] = to_numpy(own)
+        return to_numpy(self._verdicts) != kernels.NOT_FINITE.value
+
+    def _tables(
+        self, columns: Sequence[Column], sent: Sequence[torch.Tensor] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The addresses of all arrays, and the table of matrices."""
+        x, out, factors, *residuals = (column.addresses for column in columns)
+        residual = residuals[0] if residuals else x
+        to = Column(sent).addresses if sent else x
+        places = np.stack([x, out, residual, factors, to], 1)
+        if not np.array_equal(places, self._places):
+            self._places, self._addresses = places, from_numpy(places, self.rows)
+        return self._addresses, self._matrices
+
+    def _blocks(self, sizes: np.ndarray, width: int) -> torch.Tensor:
+        """The matrix and the number there of each block (int32)."""
+        return self._table(np.stack(numbered(-(-sizes // width)), 1)).int()
+
+    def _table(self, rows: np.ndarray) -> torch.Tensor:
+        # At once: whoever finds it later may be in another stream.
+        return torch.from_numpy(np.ascontiguousarray(rows)).to(self._device)
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self._device)
+
+    @staticmethod
+    def _programs(table: torch.Tensor) -> tuple[int]:
+        return (len(table),)
+
+
+def _keeps(columns: Sequence[Column]) -> bool:
+    """Whether there are residuals."""
+    return len(columns) > 3
+
+
+def _parts(lengths: np.ndarray, summed: int) -> int:
+    """How many parts of a sum a program adds up at a time."""
+    return min(_PARTS, triton.next_power_of_2(-(-int(lengths.max()) // summed)))
