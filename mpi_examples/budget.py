@@ -21,7 +21,6 @@ OPTIONS = {
 #: methods that are a part of an optimizer: what this is made with
 PARTNERS = {
     "OneBitAdam": {"lr": 1e-3, "freeze_step": 60, "eps": 1e-3},
-    "DeMo": {"lr": 1e-3},
     "ZeroOneAdam": {"lr": 1e-3, "var_freeze_step": 60, "eps": 1e-3},
 }
 #: of the learning rate, for methods whose steps do not shrink with the gradient
@@ -37,7 +36,6 @@ REASONS = {
     "onebit_adam": "rare gradients have a small frozen variance, and in one bit they get as much "
     "momentum as all others: wants a longer warm-up, or a larger eps",
     "zero_one_adam": "as 1-bit Adam",
-    "demo": "a sign has no magnitude: steps shrink with the learning rate alone",
     "scalecom": "the elements of one rank are chosen for all, and those of others wait",
     "lgc": "an autoencoder keeps about half of what it is given, after 80 steps of training",
     "ef21": "estimates begin at zero and follow the gradient with a delay",

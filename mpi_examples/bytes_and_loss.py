@@ -1,8 +1,8 @@
-"""Loss against the bytes that it took: synchronous training, DGC, DiLoCo, DeMo and Leader SGD.
+"""Loss against the bytes that it took: synchronous training, DGC, DiLoCo and Leader SGD.
 
     python -m mpi_examples.bytes_and_loss
     python -m mpi_examples.bytes_and_loss --tasks lstm --steps 300 --seeds 3
-    mpirun -np 4 python -m mpi_examples.bytes_and_loss --methods dense demo
+    mpirun -np 4 python -m mpi_examples.bytes_and_loss --methods dense dgc
 
 The digits and the text of accuracy.py, on which every method trains for as many steps, from the
 same weights and over the same batches.  Tested is the model that one deploys: the average of the
@@ -30,21 +30,20 @@ from hvd_compress.stats import human_bytes
 from mpi_examples.accuracy import RANKS, TASKS
 from mpi_examples.study import check_counts, rate, spread
 
-METHODS = ("dense", "dgc", "diloco", "diloco+dgc", "demo", "leader_sgd")
+METHODS = ("dense", "dgc", "diloco", "diloco+dgc", "leader_sgd")
 
 
 class Rates(NamedTuple):
-    """What a task is, and its learning rates: of SGD with Nesterov momentum 0.9, and of DeMo."""
+    """A task in words, and its learning rate of SGD with Nesterov momentum 0.9."""
 
     what: str
-    sgd: float
-    demo: float
-    clip: float | None = None  # the largest norm of a gradient, of SGD
+    lr: float
+    clip: float | None = None  # the largest norm of a gradient
 
 
 RATES = {
-    "digits": Rates("a convolutional network on digits", 0.03, 0.001),
-    "lstm": Rates("an LSTM on text", 4.0, 0.003, clip=0.25),
+    "digits": Rates("a convolutional network on digits", 0.03),
+    "lstm": Rates("an LSTM on text", 4.0, clip=0.25),
 }
 
 
@@ -78,7 +77,7 @@ import matplotlib.pyplot as plt
 from mpi4py import MPI
 
 import hvd_compress.torch.mpi as hvd
-from mpi_examples.local_methods import demo, wrapped
+from mpi_examples.local_methods import wrapped
 from mpi_examples.report import save
 
 world = MPI.COMM_WORLD
@@ -97,16 +96,12 @@ class Run:
 def train(name: str, method: str, seed: int, bar: tqdm) -> Run:
     torch.manual_seed(seed)
     task, rates = TASKS[name](seed), RATES[name]
-    model, clip = task.model, rates.clip
+    model, lr, clip = task.model, rates.lr, rates.clip
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    if method == "demo":
-        optimizer, lr, clip = demo(model.parameters(), rates.demo), rates.demo, None
-    else:
-        lr = rates.sgd
-        sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True)
-        optimizer = wrapped(
-            method, sgd, options.steps, options.sync_every, options.density, clip_norm=clip
-        )
+    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True)
+    optimizer = wrapped(
+        method, sgd, options.steps, options.sync_every, options.density, clip_norm=clip
+    )
     is_local = hasattr(optimizer, "training")
     owner = optimizer.training if is_local else optimizer.compression
     losses, sent = [], []

@@ -76,9 +76,3 @@ def over_a_graph(
         "prox_lead": lambda: hvd.LEAD(graph, codec, prox=l1(1e-4)),
     }
     return hvd.DistributedOptimizer(sgd, method=makers[method]())
-
-
-def demo(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """DeMo, which is an optimizer of its own; ``lr`` is the length of each weight's step."""
-    own = hvd.DeMo(parameters, lr=lr)
-    return hvd.DistributedOptimizer(own, compression=own.compressor())

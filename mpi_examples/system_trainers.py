@@ -147,7 +147,6 @@ def _optimizer(system: System, model: torch.nn.Module, freeze: int) -> torch.opt
         "OneBitLAMB": {"freeze_step": freeze, "eps": 1e-3},
         # With its default local_step_scaler it would synchronize in each of so few steps.
         "ZeroOneAdam": {"var_freeze_step": freeze, "local_step_scaler": freeze},
-        "DeMo": {},
     }
     if system.family in ("adam", "large") and system.what in more:
         options = budget.PARTNERS.get(system.what, {}) | more[system.what] | {"lr": system.lr}

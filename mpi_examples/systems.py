@@ -51,7 +51,7 @@ class System:
 #: and how points of the picture are called
 FAMILIES = {
     "compression": "gradients, compressed",
-    "adam": "1-bit Adam, 1-bit LAMB and DeMo",
+    "adam": "1-bit Adam and 1-bit LAMB",
     "large": "large batch",
     "local": "local steps",
     "graph": "neighbours of a graph",
@@ -95,7 +95,6 @@ SYSTEMS = {
     "onebit_adam": System("dense, then signs of the momentum", "adam", "OneBitAdam", 1e-3),
     "onebit_lamb": System("the same", "adam", "OneBitLAMB", 0.01),
     "zero_one_adam": System("the same at ever fewer steps", "adam", "ZeroOneAdam", 1e-3),
-    "demo": System("largest cosine coefficients of the momentum", "adam", "DeMo", 1e-3),
     "large_batch": System("gradients of 4 batches", "large", "SGD", 0.1, 4),
     "lars": System("gradients of 4 batches", "large", "LARS", 0.4, 4),
     "lamb": System("gradients of 4 batches", "large", "LAMB", 0.05, 4),

@@ -6,8 +6,7 @@
     mpirun -np 4 python -m mpi_examples.train_large_batch
 
 All recipes see each example equally often.  A large batch takes fewer steps: the questions are what
-that costs in accuracy, and which learning rate makes up for it.  First the gradient noise scale is
-measured, the batch size beyond which fewer steps are saved than examples are added.
+that costs in accuracy, and which learning rate makes up for it.
 """
 # ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
 
@@ -78,7 +77,6 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import ChainedScheduler, MultiStepLR
 
 import hvd_compress.torch.mpi as hvd
-from hvd_compress.torch.studies import GradientNoiseScale
 
 world = MPI.COMM_WORLD
 #: how far they look, for a learning rate as large as this
@@ -173,31 +171,10 @@ def train(name: str, compression: str, batch: int, seed: int) -> Run:
     return task.result(steps, optimizer.compression.stats().total.bytes_sent)
 
 
-def noise_scales(seed: int = 0) -> list[float]:
-    """The gradient noise scale in each epoch of training with the small batch, in examples."""
-    task, found = Task(seed, options.small), []
-    optimizer = hvd.DistributedOptimizer(
-        local_optimizer("SGD", task.model), compression=hvd.NoCompression
-    )
-    for epoch in range(options.epochs):
-        noise = GradientNoiseScale(optimizer, task.part, hvd.allreduce, world.size)
-        for examples in task.epoch(epoch):
-            optimizer.zero_grad()
-            task.loss(examples).backward()
-            optimizer.step()
-            noise.measure()
-        noise.close()
-        found.append(noise.value)
-    return found
-
-
 def compare() -> None:
-    """Print the noise scale, and a table of all recipes with all compressions."""
+    """Print a table of all recipes with all compressions."""
     cells = [(name, text) for name in options.recipes for text in options.compression]
     runs: dict[tuple[str, str], list[Run]] = {cell: [] for cell in cells}
-    noise: list[float] = []
-    if world.size > 1:
-        noise = noise_scales()
     with tqdm(total=len(cells) * options.seeds, unit="run", **bar()) as progress:
         for seed in range(options.seeds):
             for name, text in cells:
@@ -212,12 +189,6 @@ def compare() -> None:
         f"{options.small} and {options.large} examples of all ranks\n"
     )
     print(table(runs))
-    if noise:
-        shown = sorted(
-            {0, 1, len(noise) // 4, len(noise) // 2, len(noise) - 1} & {*range(len(noise))}
-        )
-        values = ", ".join(f"{noise[epoch]:.0f} (epoch {epoch + 1})" for epoch in shown)
-        print(f"\ngradient noise scale of the small batch, in examples: {values}")
 
 
 def draw(path: Path) -> None:

@@ -12,7 +12,6 @@ from hvd_compress import (
     QSGD,
     After,
     Compressor,
-    DeMoCompression,
     EFSignSGD,
     LinearQuantization,
     NaturalCompression,
@@ -66,7 +65,6 @@ IN_BFLOAT16 = 2.0**-8
 # Sums of products in float32, in another order on each side.
 LOW_RANK: dict[str, Any] = {"tolerance": 1e-5, "agreement": 1e-3}
 # Sums of products: in float64 for all ranks, and in float32 on each, in another order there.
-IN_DOUBLE: dict[str, Any] = {"tolerance": 1e-9, "agreement": 1e-3}
 # Where a derivative is as good as zero, its sign decides where the first step of Adam goes.
 TRAINED: dict[str, Any] = {"tolerance": 1e-5, "agreement": 0.02}
 
@@ -195,11 +193,6 @@ ROWS = {
         ZeroOneAdamCompression(var_update_scaler=1, min_size=0),
         context={"went_in": plain_feedback},
         encodes=False,
-    ),
-    "demo": Row(DeMoCompression(chunk=20, top_k=5), **IN_DOUBLE, encodes=False),
-    "demo-no-sign": Row(DeMoCompression(0.9, 8, 4, sign=False, indices="int32"), **IN_DOUBLE),
-    "demo-float16": Row(
-        DeMoCompression(chunk=7, top_k=3, values="float16"), **IN_DOUBLE, encodes=False
     ),
     "ef21": Row(EF21(density=0.05), encodes=False),
     "ef21-later": Row(EF21(density=0.05, start=1, average=0.5), encodes=False),

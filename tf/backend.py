@@ -12,7 +12,6 @@ from hvd_compress.backends import HostFunction, Output, TracingBackend
 from hvd_compress.errors import UnsupportedError
 
 from .selection import top_k as top_k
-from .selection import top_k_of_rows as top_k_of_rows
 
 Array: TypeAlias = tf.Tensor
 

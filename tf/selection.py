@@ -34,14 +34,6 @@ def top_k(x: tf.Tensor, k: int) -> tf.Tensor:
     return tf.cond(tf.size(survivors) >= k, among_survivors, lambda: _by_digits(x, k))
 
 
-def top_k_of_rows(x: tf.Tensor, k: int) -> tf.Tensor:
-    """See :meth:`hvd_compress.backends.base.TracingBackend.top_k_of_rows`."""
-    rows, columns = x.shape
-    indices = tf.cast(tf.sort(tf.math.top_k(x, k, sorted=False).indices), tf.int64)
-    starts = tf.range(rows, dtype=tf.int64)[:, None] * columns
-    return tf.reshape(indices + starts, [rows * k])
-
-
 def _by_ranking(x: tf.Tensor, k: int) -> tf.Tensor:
     indices = tf.math.top_k(x, k, sorted=False).indices
     return tf.cast(tf.sort(tf.ensure_shape(indices, [k])), tf.int64)

@@ -236,9 +236,6 @@ class TracingBackend(Backend, Protocol):
     def top_k(self, x: Array, k: int) -> Array:
         """Ascending indices of the k largest elements, of equal ones the first; int64."""
 
-    def top_k_of_rows(self, x: Array, k: int) -> Array:
-        """The same of each row of a matrix, as indices into the flat array."""
-
 
 _MODULES = {
     "numpy": "hvd_compress.backends.numpy",

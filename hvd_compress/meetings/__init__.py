@@ -9,7 +9,6 @@ from hvd_compress.meetings.allgather import allgather
 from hvd_compress.meetings.allreduce import allreduce
 from hvd_compress.meetings.alltoall import alltoall
 from hvd_compress.meetings.codes import codes
-from hvd_compress.meetings.dct_top_k import dct_top_k
 from hvd_compress.meetings.dense_until import dense_until
 from hvd_compress.meetings.drawn import drawn
 from hvd_compress.meetings.elements import elements
@@ -24,7 +23,6 @@ __all__ = [
     "allreduce",
     "alltoall",
     "codes",
-    "dct_top_k",
     "dense_until",
     "drawn",
     "elements",

@@ -34,7 +34,6 @@ from hvd_compress.base import Compressor
 from hvd_compress.config import build, check_choice, lookup, names
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.composed import MomentumAfter, Partition, Switch, partition, rule, switch
-from hvd_compress.methods.demo import DeMoCompression
 from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.ef21 import EF21
@@ -59,7 +58,6 @@ __all__ = [
     "FP8",
     "FP16",
     "QSGD",
-    "DeMoCompression",
     "EFSignSGD",
     "LinearQuantization",
     "MomentumAfter",

@@ -114,21 +114,3 @@ def _sampled(xp: Any, magnitude: Array, k: int, step: int) -> Array:
             return xp.take(survivors, chosen)
         threshold = threshold * 0.8
     return _exact(xp, magnitude, k)
-
-
-def largest_of_rows(magnitude: Array, k: int) -> Array:
-    """Return ascending indices (int64) into the flat array of the ``k`` largest elements of each
-    row of a matrix, of equal ones the first.  Of a matrix with NaN any may be chosen."""
-    xp = backend_of(magnitude)
-    if xp.traces:
-        return xp.top_k_of_rows(magnitude, k)
-    threshold = xp.kth_largest(magnitude, k)[:, None]
-    chosen = xp.nonzero(xp.reshape(magnitude >= threshold, (-1,)))
-    if xp.size(chosen) == k * len(magnitude):
-        return chosen
-    if not xp.all_finite(magnitude):  # NaN compares with nothing
-        magnitude = xp.full_like(magnitude, 0.0)
-        threshold = magnitude[:, :1]
-    above, ties = magnitude > threshold, magnitude == threshold
-    missing = k - above.sum(-1)[:, None]
-    return xp.nonzero(xp.reshape(above | (ties & (ties.cumsum(-1) <= missing)), (-1,)))

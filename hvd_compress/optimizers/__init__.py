@@ -6,7 +6,6 @@ In PyTorch they are optimizers of ``hvd_compress.torch``, in Keras 3 of
 """
 
 from hvd_compress.optimizers.base import Formula, Now, Slot
-from hvd_compress.optimizers.demo import DeMo
 from hvd_compress.optimizers.lamb import LAMB
 from hvd_compress.optimizers.lars import LARS
 from hvd_compress.optimizers.onebit_adam import OneBitAdam
@@ -22,7 +21,6 @@ __all__ = [
     "LARS",
     "SAM",
     "SCALINGS",
-    "DeMo",
     "Formula",
     "Now",
     "OneBitAdam",

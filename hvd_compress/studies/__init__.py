@@ -5,7 +5,6 @@ imports it.
 ``decentralized``             steady states and largest learning rates on quadratic functions
 ``estimators``                gradients of a finite sum with less noise: LSVRG, SAGA
 ``measures``                  measures of generalisation, and how well they order networks
-``noise_scale``               how large a batch is worth its examples
 ``step_sizes``                what the constants of an operator allow
 ``stragglers``                what waiting for slow workers costs
 ============================  ======================================================================

@@ -1,4 +1,4 @@
-"""Momentum that loses what was sent of it (DeMo)."""
+"""Momentum that loses what was sent of it (Peng et al., 2024)."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def reducer_of(row, steps: int) -> Reducer:
 
 @pytest.mark.parametrize("has_trained", [True, False], ids=["into a run", "into a fresh one"])
 @pytest.mark.parametrize(
-    "name", ["dgc", "demo", "powersgd", "onebit", "lgc", "ef21", "oktopk", "scalecom", "signum"]
+    "name", ["dgc", "powersgd", "onebit", "lgc", "ef21", "oktopk", "scalecom", "signum"]
 )
 def test_damaged_states_of_a_reducer(name, has_trained):
     row = ROWS[name]

@@ -9,7 +9,7 @@ from hvd_compress.base import Sparse
 from hvd_compress.codecs import linear, uniform_dithering
 from hvd_compress.engines.lockstep import run
 from hvd_compress.errors import PayloadError
-from hvd_compress.meetings import codes, dct_top_k, drawn, elements, power_sgd, whole
+from hvd_compress.meetings import codes, drawn, elements, power_sgd, whole
 from hvd_compress.operators import random_k, threshold, top_k
 from tests.method_table import ROWS
 
@@ -27,7 +27,6 @@ CODINGS = {
     "drawn": drawn(random_k(0.2), unbiased=True),
     "drawn alike": drawn(random_k(0.2), alike=True, wire="bfloat16"),
     "factors": power_sgd(2, warm_start=False),
-    "cosines": dct_top_k(4, 2),
 }
 
 

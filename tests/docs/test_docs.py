@@ -148,7 +148,6 @@ PAGES_THAT_RUN = (
     "docs/mpi.md",
     "docs/mpi-training.md",
     "docs/measures.md",
-    "docs/methods/demo.md",
     "docs/methods/onebit-adam.md",
     "docs/sparse-collectives.md",
     "docs/tensorflow.md",

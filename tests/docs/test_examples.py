@@ -641,15 +641,14 @@ def test_biased_compression(tmp_path):
 @pytest.mark.timeout(250)
 def test_bytes_and_loss_of_an_lstm(tmp_path):
     picture = tmp_path / "bytes.png"
-    options = ["--tasks", "lstm", "--steps", "8", "--methods", "dense", "diloco+dgc", "demo"]
+    options = ["--tasks", "lstm", "--steps", "8", "--methods", "dense", "diloco+dgc"]
     output = start("bytes_and_loss", *options, "--output", str(picture), timeout=230)
     assert picture.read_bytes().startswith(PNG)
     rows = re.findall(r"^(\S+) .* ([\d.]+)x +([\d.]+) +[\d.]+", output, re.MULTILINE)
     ratio = {name: float(times) for name, times, _ in rows}
-    assert list(ratio) == ["dense", "diloco+dgc", "demo"], output
+    assert list(ratio) == ["dense", "diloco+dgc"], output
     assert ratio["dense"] == 1.0
     assert ratio["diloco+dgc"] > 240
-    assert 30 < ratio["demo"] < 130
     assert all(float(loss) < 8 for *_, loss in rows)
 
 

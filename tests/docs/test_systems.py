@@ -201,7 +201,6 @@ def train_large_batch(command: str, output: str, folder: Path) -> None:
     }
     assert rows["sam"][4] == rows["large"][4] == f"{10 * 2 * 26122 / 1024:.1f}"
     assert float(rows["small"][1]) > float(rows["large"][1]), "a few steps at the same rate"
-    assert re.search(r"noise scale of the small batch, in examples: \d+ \(epoch 1\)", output)
 
 
 def generalization(command: str, output: str, folder: Path) -> None:
@@ -219,8 +218,7 @@ def generalization(command: str, output: str, folder: Path) -> None:
 def bytes_and_loss(command: str, output: str, folder: Path) -> None:
     rows = re.findall(r"^(\S+) .* ([\d.]+)x +([\d.]+) +[\d.]+", output, re.MULTILINE)
     ratio = {name: float(times) for name, times, _ in rows}
-    assert [*ratio] == ["dense", "dgc", "diloco", "diloco+dgc", "demo", "leader_sgd"], output
+    assert [*ratio] == ["dense", "dgc", "diloco", "diloco+dgc", "leader_sgd"], output
     assert ratio["dense"] == 1.0
     assert ratio["diloco+dgc"] > 240
-    assert 80 < ratio["demo"] < 130
     assert all(float(loss) < 8 for *_, loss in rows)

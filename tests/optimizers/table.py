@@ -38,10 +38,6 @@ ROWS: dict[str, dict[str, Any]] = {
 BAD: dict[str, list[tuple[str, Any]]] = {
     "LARS": [("lr", -1.0), ("momentum", -1.0), ("weight_decay", -0.1), ("trust_coefficient", -1)],
     "LAMB": [("betas", (0.9, 1.0)), ("betas", (-0.1, 0.9)), ("eps", -1.0), ("weight_decay", None)],
-    "DeMo": [
-        *[("lr", -1.0), ("weight_decay", -0.1), ("decay", 1.0), ("decay", -0.1)],
-        *[("chunk", 0), ("chunk", 2.0), ("top_k", 0), ("top_k", 0.5), ("sign", 2), ("sign", None)],
-    ],
     "OneBitAdam": [
         *[("lr", -1.0), ("eps", -1.0), ("weight_decay", -0.1), ("betas", (0.9, 1.0))],
         *[("freeze_step", 0), ("freeze_step", True), ("freeze_step", 1.5)],

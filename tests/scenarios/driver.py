@@ -32,7 +32,6 @@ onebit_adam: Any = _driver.onebit_adam
 zero_one_adam: Any = _driver.zero_one_adam
 lamb: Any = _driver.lamb
 onebit_lamb: Any = _driver.onebit_lamb
-demo: Any = _driver.demo
 #: how ranks that differ say so
 mismatch: type[BaseException] = _driver.mismatch
 #: make a run believe that it is at another step

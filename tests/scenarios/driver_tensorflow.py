@@ -120,7 +120,6 @@ onebit_adam = _with_torchs_names(hvd_keras.OneBitAdam)
 zero_one_adam = _with_torchs_names(hvd_keras.ZeroOneAdam)
 lamb = _with_torchs_names(hvd_keras.LAMB)
 onebit_lamb = _with_torchs_names(hvd_keras.OneBitLAMB)
-demo = hvd_keras.DeMo
 
 
 #: what a graph raises shows the error of this package

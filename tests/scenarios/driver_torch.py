@@ -103,7 +103,7 @@ def turned(name: str, weight: np.ndarray) -> np.ndarray:
 
 
 adam = torch.optim.Adam
-onebit_adam, zero_one_adam, demo = hvd.OneBitAdam, hvd.ZeroOneAdam, hvd.DeMo
+onebit_adam, zero_one_adam = hvd.OneBitAdam, hvd.ZeroOneAdam
 lamb, onebit_lamb = hvd.LAMB, hvd.OneBitLAMB
 
 

@@ -6,9 +6,6 @@ from __future__ import annotations
 import torch
 
 from hvd_compress import NoCompression
-from hvd_compress.errors import ConfigError
-from hvd_compress.studies.noise_scale import NoiseScale
-from hvd_compress.torch.studies import GradientNoiseScale
 from tests.scenarios import horovod_only
 from tests.scenarios.common import (
     LR,
@@ -21,7 +18,7 @@ from tests.scenarios.common import (
     sgd,
     train,
 )
-from tests.scenarios.driver import hvd, raises
+from tests.scenarios.driver import hvd
 
 STEPS = 6
 
@@ -160,48 +157,6 @@ def a_warm_up_raises_the_rate_of_a_distributed_optimizer() -> None:
         warmup.step()
     torch.testing.assert_close(torch.tensor(rates), torch.tensor([1, 1.75, 2.5, 3.25, 4, 4]))
     assert_same_everywhere(model)
-
-
-def the_noise_scale_is_that_of_all_ranks_gradients() -> None:
-    for passes in (1, 2):
-        if hvd.size() * passes == 1:
-            continue
-        model = make_model()
-        optimizer = distribute(sgd(model), model, NoCompression(), backward_passes_per_step=passes)
-        noise = GradientNoiseScale(
-            optimizer, batch_size=8, average=hvd.allreduce, ranks=hvd.size(), decay=0.5
-        )
-        reference, expected = make_model(), NoiseScale(decay=0.5)
-        alone = sgd(reference)
-        for step in range(4):
-            optimizer.zero_grad()
-            for i in range(passes):
-                loss_of(model, hvd.rank(), step * passes + i).backward()
-            optimizer.step()
-            noise.measure()
-            small, total = [], 0
-            for rank in range(hvd.size()):
-                for i in range(passes):
-                    alone.zero_grad()
-                    loss_of(reference, rank, step * passes + i).backward()
-                    flat = torch.cat([p.grad.flatten() for p in reference.parameters()]).double()
-                    small.append(flat.square().sum().item())
-                    total = total + flat
-            count = len(small)
-            large = (total / count).square().sum().item()
-            expected.update(sum(small) / count, large, small=8, large=8 * count)
-            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-                q.grad = p.grad.clone()
-            alone.step()
-        torch.testing.assert_close(noise.variance, expected.variance, rtol=1e-3, atol=1e-6)
-        torch.testing.assert_close(noise.squared, expected.squared, rtol=1e-3, atol=1e-4)
-    model = make_model()
-    with raises(ConfigError, "does not hand out whole gradients"):
-        GradientNoiseScale(distribute(sgd(model), model, "topk"), 8, average=hvd.allreduce, ranks=2)
-    with raises(ConfigError, "op=hvd.Average"):
-        GradientNoiseScale(
-            distribute(sgd(model), model, NoCompression(), op=hvd.Sum), 8, hvd.allreduce, 2
-        )
 
 
 @horovod_only

@@ -27,7 +27,6 @@ FREEZE = 4
 ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "OneBitAdam": ({"lr": 0.01, "weight_decay": 0.01, "freeze_step": FREEZE}, {"min_size": 0}),
     "OneBitLAMB": ({"lr": 0.01, "weight_decay": 0.01, "freeze_step": FREEZE}, {"min_size": 0}),
-    "DeMo": ({"lr": 0.003, "weight_decay": 0.01, "chunk": 8, "top_k": 4}, {}),
     "LARS": ({"lr": 2.0, "weight_decay": 0.01, "trust_coefficient": 0.01}, None),
     "LAMB": ({"lr": 0.01, "weight_decay": 0.1}, None),
 }
@@ -82,7 +81,6 @@ def consolidated_checkpoints_serve_all_ranks() -> None:
             {"step", "variance_step", "exp_avg", "exp_avg_sq"},
             {"average", "residual", "owner_residual"},
         ),
-        "DeMo": (set(), {"momentum"}),
         "LAMB": ({"step", "exp_avg", "exp_avg_sq"}, {"residual"}),
         "LARS": ({"velocity"}, {"residual"}),
     }
@@ -124,8 +122,7 @@ def those_who_join_take_over_the_state() -> None:
 
 
 def steps_that_a_scaler_skips_leave_no_trace() -> None:
-    """Around the freeze: after it, what is handed out is a momentum, however many were skipped.
-    And scaled losses make the same steps with DeMo, since a sign has no scale."""
+    """Around the freeze: after it, what is handed out is a momentum, however many were skipped."""
     for name in PARTNERS:
         model, optimizer = _run(name)
         reference, plain = _run(name)
@@ -143,21 +140,18 @@ def steps_that_a_scaler_skips_leave_no_trace() -> None:
                 plain.compression.reducer.step = optimizer.compression.step - 1
                 train(reference, plain, [step])
         state = optimizer.state[model[0].weight]
-        if "step" in state:
-            assert (state["step"], state["variance_step"]) == (7, 2)  # of the first four, two
+        assert (state["step"], state["variance_step"]) == (7, 2)  # of the first four, two
         _assert_equal(model, reference)
         assert_same_everywhere(model)
 
 
 def sums_are_averages_at_another_rate() -> None:
     """Steps do not depend on the scale of the gradient."""
-    for name, options in (("OneBitAdam", {"eps": 0.0, "weight_decay": 0.0}), ("DeMo", {})):
-        runs = [_run(name, op=op, **options) for op in (hvd.Average, hvd.Sum)]
-        for model, optimizer in runs:
-            train(model, optimizer, range(10 if options else 5))
-        for p, q in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
-            close = {"rtol": 1e-3, "atol": 1e-4} if options else {"rtol": 0, "atol": 0}
-            torch.testing.assert_close(p, q, **close)
+    runs = [_run("OneBitAdam", op=op, eps=0.0, weight_decay=0.0) for op in (hvd.Average, hvd.Sum)]
+    for model, optimizer in runs:
+        train(model, optimizer, range(10))
+    for p, q in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
 
 
 def parameters_that_join_have_the_same_options() -> None:
@@ -179,14 +173,14 @@ def parameters_that_join_have_the_same_options() -> None:
 def groups_have_rates_of_their_own_and_one_compression() -> None:
     model = make_model()
     late = [{"params": list(model[2:].parameters()), "lr": 0.0, "weight_decay": 0.0}]
-    demo = hvd.DeMo([{"params": list(model[0].parameters())}, *late], lr=0.003)
-    optimizer = distribute(demo, model, demo.compressor())
+    adam = hvd.OneBitAdam([{"params": list(model[0].parameters())}, *late], lr=0.003)
+    optimizer = distribute(adam, model, adam.compressor())
     before = copy.deepcopy(model)
     train(model, optimizer, range(2))
     assert not torch.equal(model[0].weight, before[0].weight)
     assert torch.equal(model[2].weight, before[2].weight)
     with raises(ConfigError, "does not fit"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "top_k": 1})
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "freeze_step": 1})
     adam = hvd.OneBitAdam(
         [{"params": [model[0].weight]}, {"params": [model[0].bias], "betas": (0.5, 0.9)}]
     )
@@ -222,8 +216,6 @@ def options_of_the_compression_are_checked() -> None:
         hvd.OneBitAdam(p).compressor(norm="l3")
     with raises(ConfigError, "min_size"):
         hvd.OneBitAdam(p).compressor(min_size=-1)
-    with raises(ConfigError, "values"):
-        hvd.DeMo(p).compressor(values="int8")
 
 
 def checkpoints_of_another_kind_are_refused() -> None:

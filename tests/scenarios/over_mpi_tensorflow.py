@@ -189,4 +189,4 @@ def names_are_there() -> None:
         assert getattr(hvd, name) is not None
     for name in dir(hvd_keras):
         assert getattr(hvd_keras, name) is not None
-    assert {"DiLoCo", "LocalSGD", "LeaderSGD", "EASGD", "OneBitAdam", "DeMo"} <= set(dir(hvd_keras))
+    assert {"DiLoCo", "LocalSGD", "LeaderSGD", "EASGD", "OneBitAdam"} <= set(dir(hvd_keras))

@@ -26,7 +26,6 @@ from .models import KERAS_3, loader
 #: what imports Keras 3, and its modules
 OPTIMIZERS = {
     "ASAM": "sharpness",
-    "DeMo": "optimizers",
     "LAMB": "optimizers",
     "LARS": "optimizers",
     "OneBitAdam": "optimizers",

@@ -151,9 +151,6 @@ class FormulaOptimizer(keras.optimizers.Optimizer):
 class PartnerOptimizer(FormulaOptimizer):
     """An optimizer that knows what its compression returns in the place of gradients."""
 
-    #: options of Keras that change what the compression returns as if it were gradients
-    refused: ClassVar[tuple[str, ...]] = ("clipnorm", "clipvalue", "global_clipnorm")
-
     def __init__(self, *options: Any, **named: Any) -> None:
         super().__init__(*options, **named)
         self._binding: Binding | None = None
@@ -175,7 +172,7 @@ class PartnerOptimizer(FormulaOptimizer):
         Raises:
             ConfigError: an option would be applied to these.
         """
-        for option in self.refused:
+        for option in ("clipnorm", "clipvalue", "global_clipnorm"):
             if getattr(self, option) is not None:
                 raise ConfigError(
                     f"{option}={getattr(self, option)} would change what "

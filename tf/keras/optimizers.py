@@ -1,17 +1,15 @@
-"""LARS, LAMB, DeMo, 1-bit Adam and 1-bit LAMB for Keras 3."""
+"""LARS, LAMB, 1-bit Adam and 1-bit LAMB for Keras 3."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import tensorflow as tf
 
 from hvd_compress import optimizers
-from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers import Now
-from hvd_compress.optimizers.demo import NO_MOMENTUM, NO_ROWS
 
 from ..slots import native
 from .optimizer_host import FormulaOptimizer, PartnerOptimizer
@@ -44,30 +42,6 @@ class LAMB(FormulaOptimizer):
     """
 
     formula = optimizers.LAMB
-
-
-class DeMo(PartnerOptimizer):
-    """DeMo.  A step with another compression, with sparse gradients, or of a variable that stays
-    local is an error.
-
-    >>> w = keras.Variable([3.0, 4.0])
-    >>> demo = hvd.DeMo(1e-3)
-    >>> optimizer = hvd.DistributedOptimizer(demo, compression=demo.compressor())
-    >>> optimizer.apply([tf.constant([0.6, 0.8])], [w])
-    >>> w.numpy().round(3)
-    array([2.999, 3.999], dtype=float32)
-    """
-
-    formula = optimizers.DeMo
-    # Momentum in units of a scaled loss has the same signs, which must not be divided by the scale.
-    refused: ClassVar[tuple[str, ...]] = (*PartnerOptimizer.refused, "loss_scale_factor")
-
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        if not self._is_shared(variable):
-            raise ConfigError(f"{NO_MOMENTUM}, and register no local variables: {variable.name}")
-        if isinstance(gradient, tf.IndexedSlices):
-            raise ConfigError(NO_ROWS)
-        super().update_step(gradient, variable, learning_rate)
 
 
 class OneBitAdam(PartnerOptimizer):

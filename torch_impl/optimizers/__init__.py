@@ -1,6 +1,6 @@
 """Optimizers and helpers for large batches; formulas: :mod:`hvd_compress.optimizers`."""
 
-from .plain import LAMB, LARS, DeMo, OneBitAdam, OneBitLAMB
+from .plain import LAMB, LARS, OneBitAdam, OneBitLAMB
 from .sharpness import ASAM, SAM
 from .warmup import scaled_warmup
 from .zero_one_adam import ZeroOneAdam
@@ -10,7 +10,6 @@ __all__ = [
     "LAMB",
     "LARS",
     "SAM",
-    "DeMo",
     "OneBitAdam",
     "OneBitLAMB",
     "ZeroOneAdam",

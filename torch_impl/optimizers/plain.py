@@ -1,4 +1,4 @@
-"""LARS, LAMB, DeMo, 1-bit Adam and 1-bit LAMB for PyTorch."""
+"""LARS, LAMB, 1-bit Adam and 1-bit LAMB for PyTorch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 import torch
 
 from hvd_compress import optimizers
-from hvd_compress.errors import ConfigError
-from hvd_compress.optimizers.demo import NO_MOMENTUM, NO_ROWS
 
 from ..state.optimizer_host import FormulaOptimizer, PartnerOptimizer
 
@@ -41,29 +39,6 @@ class LAMB(FormulaOptimizer):
     """
 
     formula = optimizers.LAMB
-
-
-class DeMo(PartnerOptimizer):
-    """DeMo.  A step with another compression, or with sparse gradients, is an error; a group may
-    have its own ``lr`` and ``weight_decay``.
-
-    >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-    >>> demo = hvd.DeMo([w], lr=1e-3)
-    >>> optimizer = hvd.DistributedOptimizer(demo, compression=demo.compressor())
-    >>> (w * torch.tensor([0.6, 0.8])).sum().backward()
-    >>> optimizer.step()
-    >>> w.detach()
-    tensor([2.9990, 3.9990])
-    """
-
-    formula = optimizers.DeMo
-
-    def begin_step(self) -> None:
-        if self.binding is None:
-            raise ConfigError(NO_MOMENTUM)
-        parameters = (p for group in self.param_groups for p in group["params"])
-        if any(p.grad is not None and p in self.binding.store.sparse for p in parameters):
-            raise ConfigError(NO_ROWS)
 
 
 class OneBitAdam(PartnerOptimizer):
