@@ -43,7 +43,6 @@ def wrapped(
         "streaming_diloco": lambda: hvd.DiLoCo(sgd, sync_every=every, fragments=2, delay=1),
         "sparse_loco": lambda: hvd.SparseLoCo(sgd, every, density),
         "easgd": lambda: hvd.EASGD(sgd, every),
-        "eamsgd": lambda: hvd.EAMSGD(sgd, every),
         "leader_sgd": lambda: hvd.LeaderSGD(sgd, **one),
         "leader_sgd_groups": lambda: hvd.LeaderSGD(
             sgd, local_every=every, global_every=2 * every, groups=2

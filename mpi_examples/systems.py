@@ -105,7 +105,6 @@ SYSTEMS = {
     "diloco+dgc": System("largest 1 % of these changes", "local", "diloco+dgc"),
     "streaming_diloco": System("the same, a half every 4 steps", "local", "streaming_diloco"),
     "easgd": System("distances from the centre, every 8 steps", "local", "easgd"),
-    "eamsgd": System("distances from the centre, every 8 steps", "local", "eamsgd"),
     "leader_sgd": System("the leader's parameters, every 8 steps", "local", "leader_sgd"),
     "leader_sgd_groups": System(
         "the same in groups of 2, among all every 16", "local", "leader_sgd_groups"

@@ -35,7 +35,6 @@ METHODS = (
     "streaming_diloco",
     "sparse_loco",
     "easgd",
-    "eamsgd",
     "leader_sgd",
     "leader_sgd_groups",
 )

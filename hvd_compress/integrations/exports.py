@@ -21,7 +21,7 @@ OF_CODISTILLATION = ("CoordinatedSampler", "Decay", "Ramp")
 #: training methods and what belongs to them, which drop-ins import when they are asked for
 SYSTEMS = (
     *(*OF_CODISTILLATION, "Codistillation", "local_steps"),
-    *("DiLoCo", "EAMSGD", "EASGD", "LeaderSGD", "LocalSGD", "SlowMo", "SparseLoCo"),
+    *("DiLoCo", "EASGD", "LeaderSGD", "LocalSGD", "SlowMo", "SparseLoCo"),
     *("CTADiffusion", "ChocoSGD", "DGD", "Diffusion", "EXTRA", "ExactDiffusion"),
     *("GradientTracking", "LEAD", "NIDS", "PushDIGing"),
 )

@@ -99,8 +99,6 @@ class StepContext(NamedTuple):
         losses: the last losses that were reported, the latest last, at most
             ``method.loss_window``; numbers or arrays of one element.
         rates: the learning rates of this step by name; empty if unknown.
-        lookahead: by name, by how much a parameter is ahead of the point that momentum moves,
-            for methods that ask for it (``needs_lookahead``).
         node: the name of this rank's node.
         like: an array of the kind that messages are made of, for methods that send something even
             when no parameter is trained.
@@ -115,7 +113,6 @@ class StepContext(NamedTuple):
     size: int = 1
     losses: Sequence[Any] = ()
     rates: Mapping[str, float] = {}
-    lookahead: Mapping[str, Array] = {}
     node: str = ""
     like: Array = np.empty(0)
 
@@ -144,8 +141,6 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     state_is_own: ClassVar[bool] = False
     #: ``before_step`` does something, so gradients must be known before the optimizer steps
     acts_before: ClassVar[bool] = False
-    #: the context needs ``lookahead``
-    needs_lookahead: ClassVar[bool] = False
     #: the context needs ``rates``, which must be equal on all ranks
     needs_rates: ClassVar[bool] = False
     #: a rank with NaN or Inf goes back to parameters without, and the local optimizer has to forget

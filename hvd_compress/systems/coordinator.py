@@ -92,7 +92,6 @@ class Coordinator:
         self._shapes: dict[str, tuple[int, ...]] | None = None
         self._start: list[str] | None = None  # of a state that no ranks have compared yet
         self._rates: Mapping[str, float] = {}
-        self._lookahead: Mapping[str, Array] = {}
         self._like, self._node = like, socket.gethostname() if node is None else node
         self._consolidated: tuple[int, dict[str, Any]] | None = None
         self._has_begun = False  # before_step was called and after_step was not
@@ -127,18 +126,14 @@ class Coordinator:
         self._reported = self.step + 1
 
     def before_step(
-        self,
-        parameters: Arrays,
-        *,
-        rates: Mapping[str, float] | None = None,
-        lookahead: Mapping[str, Array] | None = None,
+        self, parameters: Arrays, *, rates: Mapping[str, float] | None = None
     ) -> Arrays:
         """Run what the method does between the computation of gradients and the local step.
 
         Args:
             parameters: the trained parameters by name, in the same order on all ranks; those that
                 are trained no longer are handed to :meth:`freeze` first.
-            rates, lookahead: see :class:`~hvd_compress.systems.base.StepContext`.
+            rates: see :class:`~hvd_compress.systems.base.StepContext`.
 
         Returns:
             The parameters to step from; those that stay as they are, are the same objects.
@@ -155,7 +150,7 @@ class Coordinator:
             )
         if self.method.needs_rates and rates is None:
             raise ConfigError(f"{type(self.method).__name__} needs the learning rates: pass rates=")
-        self._rates, self._lookahead = rates or {}, lookahead or {}
+        self._rates = rates or {}
         self._has_begun = True
         return self._stepped(self.method.before_step, parameters)
 
@@ -236,7 +231,6 @@ class Coordinator:
             self.owner.engine.size,
             tuple(self._losses) if self.method.loss_window else (),
             self._rates,
-            self._lookahead,
             self._node,
             self.owner.like,
         )

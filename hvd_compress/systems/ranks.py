@@ -81,7 +81,6 @@ class Ranks:
         *,
         losses: Sequence[float] | None = None,
         rates: Mapping[str, float] | None = None,
-        lookahead: Sequence[Arrays] | None = None,
     ) -> list[Arrays]:
         """Run what the method does between the computation of gradients and the local step; all
         but ``rates`` are in rank order."""
@@ -97,7 +96,7 @@ class Ranks:
                 raise CompressionError(f"{self.method!r} needs losses")
             self._losses[rank] = [*self._losses[rank], losses[rank]][-window:]
         self._rates = rates or {}
-        return self._stepped(self.method.before_step, parameters, lookahead)
+        return self._stepped(self.method.before_step, parameters)
 
     def after_step(self, parameters: Sequence[Arrays]) -> list[Arrays]:
         """Run what the method does after the local step."""
@@ -114,7 +113,6 @@ class Ranks:
         self,
         function: Callable[..., Any],
         parameters: Sequence[Arrays],
-        lookahead: Sequence[Arrays] | None = None,
     ) -> list[Arrays]:
         steps = []
         for rank, own in enumerate(parameters):
@@ -124,7 +122,6 @@ class Ranks:
                 self.size,
                 self._losses[rank],
                 self._rates,
-                {} if lookahead is None else lookahead[rank],
                 self.nodes[rank],
             )
             steps.append(function(own, self.states[rank], context))

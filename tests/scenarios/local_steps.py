@@ -59,15 +59,6 @@ def _reference(method: systems.TrainingMethod, steps: int, make: Callable[..., A
             loss.backward()
             losses.append(loss.item())
         known = {"losses": losses, "rates": {n: LR for n, _ in models[0].named_parameters()}}
-        if method.needs_lookahead:
-            known["lookahead"] = [
-                {
-                    n: optimizer.state[p]["momentum_buffer"] * (-LR * 0.9)
-                    for n, p in model.named_parameters()
-                    if p in optimizer.state
-                }
-                for model, optimizer in zip(models, optimizers, strict=True)
-            ]
         moved(world.before_step, **known)
         for optimizer in optimizers:
             optimizer.step()
@@ -121,7 +112,6 @@ def leaders_and_centres_follow_the_lockstep_world() -> None:
         rounds.LeaderSGD(**leaders, groups=2, average_over=3),
         rounds.EASGD(sync_every=2),
         rounds.EASGD(sync_every=2, compression="topk:density=0.2"),
-        rounds.EAMSGD(sync_every=2),
     ):
         _assert_follows(method, 9, lambda model: sgd(model, **NESTEROV))
 
@@ -150,8 +140,6 @@ def a_leader_is_chosen_by_loss() -> None:
         return loss
 
     assert optimizer.step(closure).item() > 0
-    with raises(ConfigError, "EAMSGD needs", "nesterov"):
-        hvd.EAMSGD(sgd(model))
 
 
 def only_the_leader_sends_parameters() -> None:
@@ -428,7 +416,6 @@ def nan_on_a_rank_is_gone_after_an_exchange() -> None:
         rounds.DiLoCo(sync_every=2),
         rounds.SlowMo(sync_every=2, buffers="average"),
         rounds.EASGD(sync_every=2),
-        rounds.EAMSGD(sync_every=2),
         *([rounds.LeaderSGD(**leaders)] if hvd.size() > 1 else []),
     ):
         model = make_model()

@@ -146,8 +146,6 @@ def optimizers_and_options_that_do_not_fit() -> None:
         hvd.DiLoCo(wrapped)
     with raises(ConfigError, "Keras 3"):
         hvd.LocalSGD("sgd")
-    with raises(UnsupportedError, "use hvd.EASGD"):
-        hvd.EAMSGD(sgd(momentum=0.9, nesterov=True))
     with raises(UnsupportedError, "buffers='average'"):
         hvd.LocalSGD(sgd(), buffers="average")
     with raises(UnsupportedError, "loss scaling"):

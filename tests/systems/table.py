@@ -8,7 +8,6 @@ from typing import Any
 from hvd_compress.systems import graphs
 from hvd_compress.systems.graphs import DecentralizedMethod, PushDIGing
 from hvd_compress.systems.rounds import (
-    EAMSGD,
     EASGD,
     DiLoCo,
     LeaderSGD,
@@ -100,7 +99,6 @@ ROUNDS = (
     _leaders(groups=((0, 3), (1, 2))),
     _leaders(groups=1),
     *(Row(EASGD(sync_every=2, **more), starts_equal=True) for more in ({}, {"compression": TOP_K})),
-    Row(EAMSGD(sync_every=2), starts_equal=True),
 )
 GRAPHS = tuple(map(_graph, graphs.METHODS.values()))
 TEACHERS = (

@@ -1,4 +1,4 @@
-"""Leader SGD, EASGD and EAMSGD, in NumPy and lockstep."""
+"""Leader SGD and EASGD, in NumPy and lockstep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.systems import Ranks
-from hvd_compress.systems.rounds import EAMSGD, EASGD, LeaderSGD
+from hvd_compress.systems.rounds import EASGD, LeaderSGD
 from hvd_compress.systems.rounds.leader_sgd import pack, unpack
 from tests.systems.quadratics import Quadratics
 
@@ -33,28 +33,6 @@ def test_easgd_by_hand():
     assert ranks.step() == pytest.approx((1.6, -0.8))
     for state in ranks.world.states:
         assert state["centre"]["x"] == pytest.approx([0.1])
-
-
-def test_eamsgd_follows_its_formula():
-    """Nesterov momentum as torch.optim.SGD keeps it, with y = x + d v for the parameter."""
-    d, lr, alpha, beta, b = 0.9, 0.05, 0.1, 0.3, 1.0
-    x, v, c = np.array([2.0, -1.0]), np.zeros(2), 0.0
-    y, buffer = x.copy(), np.zeros(2)
-    world = Ranks(EAMSGD(sync_every=1, alpha=alpha, beta=beta), 2)
-    world.states = [{"centre": {"x": np.zeros(1)}} for _ in range(2)]
-    for _ in range(12):
-        g = (x + d * v) - b
-        gradient = y - b
-        ahead = [{"x": np.array([-lr * d * own])} for own in buffer]
-        pulled = world.before_step([{"x": np.array([own])} for own in y], lookahead=ahead)
-        y = np.array([own["x"][0] for own in pulled])
-        buffer = d * buffer + gradient
-        y = y - lr * (gradient + d * buffer)
-        y = np.array([own["x"][0] for own in world.after_step([{"x": np.array([o])} for o in y])])
-        mean, v = x.mean(), d * v - lr * g
-        x, c = x + v - alpha * (x - c), (1 - beta) * c + beta * mean
-        assert y == pytest.approx(x + d * v, rel=1e-12)
-        assert world.states[0]["centre"]["x"] == pytest.approx([c], rel=1e-12)
 
 
 def well(x):

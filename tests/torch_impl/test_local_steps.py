@@ -105,10 +105,10 @@ def test_an_optimizer_that_is_copied_says_what_to_do_instead(method, copied):
     copy.deepcopy(model)
 
 
-def test_a_group_that_is_added_needs_what_the_method_needs():
+def test_a_group_that_is_refused_is_not_added():
     model, more = make_model(), torch.nn.Linear(5, 5)
-    optimizer = hvd.EAMSGD(sgd(model, nesterov=True))
-    with pytest.raises(hvd.ConfigError, match="nesterov=True"):
-        optimizer.add_param_group({"params": more.parameters(), "nesterov": False})
+    optimizer = hvd.EASGD(sgd(model))
+    with pytest.raises(hvd.UnsupportedError, match="on the device meta"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.empty(3, device="meta"))]})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": more.parameters()})

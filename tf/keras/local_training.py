@@ -201,11 +201,6 @@ def _train_locally(
         raise UnsupportedError(_NO_SCALING)
     if optimizer.built:
         raise ConfigError("this optimizer has been used already: pass a new one")
-    if method.needs_lookahead:
-        raise UnsupportedError(
-            f"{type(method).__name__} needs to know the momentum of the local steps, which it gets "
-            "in PyTorch only: use hvd.EASGD"
-        )
     if method.buffers != "keep":
         raise UnsupportedError(
             f"buffers={method.buffers!r}: with Keras, ranks keep the state of their local "

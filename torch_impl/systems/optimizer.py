@@ -124,10 +124,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     def _before(self) -> None:
         method = self.training.method
         rates = {n: float(g["lr"]) for n, _, g in self._trained()} if method.needs_rates else None
-        ahead = self._lookahead() if method.needs_lookahead else None
-        self._run(
-            lambda parameters: self.training.before_step(parameters, rates=rates, lookahead=ahead)
-        )
+        self._run(lambda parameters: self.training.before_step(parameters, rates=rates))
 
     def _after(self) -> None:
         spoilt: set[str] = set()
@@ -201,17 +198,6 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             if isinstance(x, torch.Tensor) and x.shape == p.shape and x.is_floating_point()
         }
 
-    def _lookahead(self) -> dict[str, torch.Tensor]:
-        """Return by how much parameters are ahead of the point that momentum moves: SGD with
-        Nesterov momentum keeps x + momentum v as the parameter, with v = -lr buffer."""
-        found = {}
-        for name, p, group in self._trained():
-            buffer = self.state.get(p, {}).get("momentum_buffer")
-            if buffer is not None:
-                sign = 1 if group["maximize"] else -1
-                found[name] = local(buffer) * (sign * float(group["lr"]) * group["momentum"])
-        return found
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later, on all ranks alike; they are named after their place in the
         groups."""
@@ -220,7 +206,6 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         index, group = len(self.param_groups) - 1, self.param_groups[-1]
         added = {p: f"added.{index}.{j}" for j, p in enumerate(group["params"])}
         try:
-            _check_lookahead(self.training.method, self, group)
             check_trained(((name, p) for p, name in added.items()), self._is_sharded)
         except CompressionError:
             self.param_groups.pop()
@@ -388,8 +373,6 @@ def train_locally(
             f"LBFGS evaluates gradients inside step(), where {type(method).__name__} cannot act; "
             "local SGD and DiLoCo can use it"
         )
-    for group in optimizer.param_groups:
-        _check_lookahead(method, optimizer, group)
     sharded = isinstance(engine, ReplicaEngine)
     names = names_of_parameters(optimizer.param_groups, named_parameters, sharded=sharded)
     if isinstance(engine, ReplicaEngine):
@@ -442,17 +425,6 @@ def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer meets other ranks: one of ours, or Horovod's own."""
     ours = isinstance(optimizer, CompressedOptimizer | LocalStepsOptimizer)
     return ours or hasattr(optimizer, "skip_synchronize")
-
-
-def _check_lookahead(
-    method: TrainingMethod, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
-) -> None:
-    is_nesterov = isinstance(optimizer, torch.optim.SGD) and group["nesterov"]
-    if method.needs_lookahead and not is_nesterov:
-        raise ConfigError(
-            f"{type(method).__name__} needs torch.optim.SGD with nesterov=True; for other "
-            "optimizers use EASGD"
-        )
 
 
 def broadcast_training_state(hvd: Any, optimizer: LocalStepsOptimizer, root_rank: int) -> None:

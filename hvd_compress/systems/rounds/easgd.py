@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Generator
 from typing import Any
 
-from hvd_compress.base import Array, Compressor
+from hvd_compress.base import Compressor
 from hvd_compress.config import check_between, check_whole, converted
 from hvd_compress.methods import NoCompression
 from hvd_compress.systems.base import (
@@ -89,9 +89,7 @@ class EASGD(TrainingMethod, name="easgd"):
         if rest:
             return parameters, state
         centre = state["centre"]
-        differences = {
-            name: self._pulled(name, x, context) - centre[name] for name, x in parameters.items()
-        }
+        differences = {name: widened(x) - centre[name] for name, x in parameters.items()}
         yield Start(differences, rounds - 1)
         means = yield Finish()
         if not all_finite(means):
@@ -117,41 +115,6 @@ class EASGD(TrainingMethod, name="easgd"):
         return parameters, state
         yield
 
-    def _pulled(self, name: str, x: Array, context: StepContext) -> Array:
-        """Return the point that the force acts on."""
-        return widened(x)
-
     def consensus(self, parameters: Arrays, state: State) -> Generator[Request, Any, Arrays]:
         return {name: like(state["centre"][name], x) for name, x in parameters.items()}
         yield
-
-
-@dataclasses.dataclass(frozen=True)
-class EAMSGD(EASGD, name="eamsgd"):
-    """EASGD with Nesterov momentum d in the local steps::
-
-        v = d v - eta g(x + d v)
-        x = x + v - alpha (x - c)        alpha = eta rho
-
-    The local optimizer is SGD with Nesterov momentum, whose parameters are y = x + d v; the force
-    acts on x = y - d v.
-
-    State and what is sent are those of :class:`EASGD`.
-
-    Args:
-        sync_every, beta, alpha, compression: as for :class:`EASGD`.
-
-    Reference: Zhang, Choromanska, LeCun, NeurIPS 2015.
-
-    >>> from hvd_compress.systems import Ranks, rounds
-    >>> ranks, start = Ranks(rounds.EAMSGD(sync_every=1, alpha=0.5), size=1), {"w": np.zeros(1)}
-    >>> x = ranks.after_step([{"w": ranks.before_step([start])[0]["w"] - 1}])
-    >>> ranks.before_step(x, lookahead=[{"w": np.array([-0.5])}])  # the force acts at -1 + 0.5
-    [{'w': array([-0.75])}]
-    """
-
-    needs_lookahead = True
-
-    def _pulled(self, name: str, x: Array, context: StepContext) -> Array:
-        ahead = context.lookahead.get(name)
-        return widened(x) if ahead is None else widened(x) - widened(ahead)
