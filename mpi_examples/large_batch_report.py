@@ -22,7 +22,7 @@ class Recipe:
     scaling: str | None = None  # "linear", "sqrt" or none
     warms_up: bool = False
     optimizer: str = "SGD"
-    sharpness: str = ""  # "SAM" or "ASAM"
+    takes_sam: bool = False
     is_large: bool = True
 
 
@@ -33,8 +33,7 @@ RECIPES = {
     "warmup": Recipe("SGD, linear scaling, warm-up", "linear", True),
     "lars": Recipe("LARS, linear scaling, warm-up", "linear", True, "LARS"),
     "lamb": Recipe("LAMB, sqrt scaling, warm-up", "sqrt", True, "LAMB"),
-    "sam": Recipe("SAM, linear scaling, warm-up", "linear", True, sharpness="SAM"),
-    "asam": Recipe("ASAM, linear scaling, warm-up", "linear", True, sharpness="ASAM"),
+    "sam": Recipe("SAM, linear scaling, warm-up", "linear", True, takes_sam=True),
 }
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +78,6 @@ from torch.optim.lr_scheduler import ChainedScheduler, MultiStepLR
 import hvd_compress.torch.mpi as hvd
 
 world = MPI.COMM_WORLD
-#: how far they look, for a learning rate as large as this
-SHARPNESS: dict[str, Callable[[nn.Module], hvd.SAM]] = {
-    "SAM": lambda model: hvd.SAM(model, rho=0.05),
-    "ASAM": lambda model: hvd.ASAM(model, rho=0.1),
-}
 
 
 @dataclasses.dataclass
@@ -157,7 +151,7 @@ def train(name: str, compression: str, batch: int, seed: int) -> Run:
         schedulers.append(warmup)
     schedulers.append(MultiStepLR(optimizer, [steps * 2 // 3, steps * 9 // 10]))
     scheduler = ChainedScheduler(schedulers)
-    sam = SHARPNESS[recipe.sharpness](task.model) if recipe.sharpness else None
+    sam = hvd.SAM(task.model, rho=0.05) if recipe.takes_sam else None
     for epoch in range(options.epochs):
         optimizer.compression.set_epoch(epoch)
         for examples in task.epoch(epoch):

@@ -12,11 +12,10 @@ from hvd_compress.optimizers.onebit_adam import OneBitAdam
 from hvd_compress.optimizers.onebit_lamb import OneBitLAMB
 from hvd_compress.optimizers.outer import OuterSGD, slow_momentum
 from hvd_compress.optimizers.scaling import SCALINGS, rate_factor, warmed_up
-from hvd_compress.optimizers.sharpness import ASAM, SAM
+from hvd_compress.optimizers.sharpness import SAM
 from hvd_compress.optimizers.zero_one_adam import ZeroOneAdam
 
 __all__ = [
-    "ASAM",
     "LAMB",
     "LARS",
     "SAM",

@@ -1,15 +1,14 @@
-"""The points at which sharpness-aware minimisation takes the gradient: SAM and ASAM."""
+"""The point at which sharpness-aware minimisation takes the gradient."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_compress.backends import Array, backend_of
 from hvd_compress.errors import ConfigError
-from hvd_compress.optimizers.base import check_not_negative, check_positive
+from hvd_compress.optimizers.base import check_positive
 
 #: added to norms, which may be zero
 TINY = 1e-16
@@ -43,7 +42,7 @@ class SAM:
     Reference: Foret, Kleiner, Mobahi and Neyshabur, ICLR 2021, arXiv 2010.01412.
 
     >>> w, g = np.array([1.0, 1.0]), np.array([3.0, 4.0])
-    >>> SAM(rho=0.5).ascent([w], [g], ["weight"])[0].round(6)
+    >>> SAM(rho=0.5).ascent([w], [g])[0].round(6)
     array([0.3, 0.4])
     """
 
@@ -52,83 +51,26 @@ class SAM:
     def __post_init__(self) -> None:
         check_positive(rho=self.rho)
 
-    def stretch(self, w: Array, name: str) -> Array | None:
-        """Return T, by which the ball is stretched along a tensor, ``None`` for 1."""
-        return None
-
     def ascent(
-        self, weights: Sequence[Array], gradients: Sequence[Array | None], names: Sequence[str]
+        self, weights: Sequence[Array], gradients: Sequence[Array | None]
     ) -> list[Array | None]:
-        """Return eps for each tensor, like its weights; ``None`` where there is no gradient.
-
-        Args:
-            names: of the tensors; those of biases look like it.
+        """Return eps for each tensor, like its weights; ``None`` for one without a gradient.
 
         Raises:
             ConfigError: there is no gradient at all.
         """
-        found = [
-            (w, *self._stretched(w, g, name)) if g is not None else None
-            for w, g, name in zip(weights, gradients, names, strict=True)
-        ]
-        scaled = [entry[2] for entry in found if entry is not None]
-        if not scaled:
+        xp = backend_of(weights[0])
+        wide = [None if g is None else xp.widen(g) for g in gradients]
+        found = [g for g in wide if g is not None]
+        if not found:
             raise ConfigError(
                 "SAM found no gradient: loss_of must compute the loss from these parameters"
             )
-        scale = self.rho / (backend_of(scaled[0]).vector_norm(scaled) + TINY)
-        return [None if entry is None else _eps(*entry, scale) for entry in found]
-
-    def _stretched(self, w: Array, g: Array, name: str) -> tuple[Array | None, Array]:
-        g, size = backend_of(g).widen(g), self.stretch(w, name)
-        return size, g if size is None else size * g
-
-
-@dataclasses.dataclass(frozen=True)
-class ASAM(SAM):
-    """ASAM's eps = rho T^2 g / ||T g||, with T = |w| + eta for weights and 1 for biases.
-
-    The ball follows the scale of each weight, so that scaling a layer up and the next one down,
-    which leaves the function as it is, leaves its sharpness as it is too (for eta = 0).
-
-    Biases are tensors with the word ``bias`` or ``beta`` in their name; see :func:`is_bias`.
-
-    Options:
-        rho: radius of the ball, in units of the weights.
-        eta: keeps T from zero.
-
-    Reference: Kwon, Kim, Park and Choi, ICML 2021, arXiv 2102.11600.
-
-    A weight that is ten times as large is moved by a hundred times as much:
-
-    >>> w, g = np.array([1.0, 10.0]), np.array([1.0, 1.0])
-    >>> ASAM(rho=0.5, eta=0.0).ascent([w], [g], ["weight"])[0].round(4)
-    array([0.0498, 4.9752])
-    """
-
-    rho: float = 0.5
-    eta: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_not_negative(eta=self.eta)
-
-    def stretch(self, w: Array, name: str) -> Array | None:
-        xp = backend_of(w)
-        return None if is_bias(name) else xp.abs(xp.widen(w)) + self.eta
-
-
-def is_bias(name: str) -> bool:
-    """Return whether a parameter is a bias by its name: "bias", "bias_ih_l0" of an LSTM,
-    "in_proj_bias" of attention, "beta" of normalisation in Keras.
-
-    >>> [is_bias(name) for name in ("0.bias", "lstm.bias_hh_l1", "attention.in_proj_bias")]
-    [True, True, True]
-    >>> [is_bias(name) for name in ("0.weight", "bias.weight", "unbiased")]
-    [False, False, False]
-    """
-    words = re.split(r"[._/]", name.rpartition(".")[2].rpartition("/")[2])
-    return not {"bias", "beta"}.isdisjoint(words)
+        scale = self.rho / (xp.vector_norm(found) + TINY)
+        return [
+            None if g is None else xp.restore(xp.scale(g, scale), w)
+            for w, g in zip(weights, wide, strict=True)
+        ]
 
 
 def averaged(
@@ -147,8 +89,3 @@ def averaged(
     mean = average(xp.concat([xp.cast(part, dtype) for part in parts]))
     means = xp.split(mean, [xp.size(w) for w in weights])
     return [xp.reshape(part, xp.shape(w)) for part, w in zip(means, weights, strict=True)]
-
-
-def _eps(w: Array, size: Array | None, scaled: Array, scale: Any) -> Array:
-    xp = backend_of(scaled)
-    return xp.restore(xp.scale(scaled if size is None else size * scaled, scale), w)

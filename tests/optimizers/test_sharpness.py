@@ -1,4 +1,4 @@
-"""SAM and ASAM in PyTorch and Keras, beside their formulas in NumPy."""
+"""SAM in PyTorch and Keras, beside its formula in NumPy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class InTorch:
         ).to(kind)
         self.x, self.y = torch.tensor(X, dtype=kind), torch.tensor(Y)
         self.variables = [*self.model.parameters(), *self.model.buffers()]
-        self.names = [name for name, _ in self.model.named_parameters()]
+        self.count = len([*self.model.parameters()])
 
     def values(self) -> list[np.ndarray]:
         return [v.detach().numpy().copy() for v in self.variables]
@@ -41,19 +41,19 @@ class InTorch:
     def _loss(self) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(self.model(self.x), self.y)
 
-    def gradients(self, kind: str | None = None, **options) -> list[np.ndarray]:
+    def gradients(self, sam: bool = False, **options) -> list[np.ndarray]:
         self.model.zero_grad()
-        if kind is None:
-            self._loss().backward()
+        if sam:
+            hvd_torch.SAM(self.model, **options).backward(self._loss)
         else:
-            getattr(hvd_torch, kind)(self.model, **options).backward(self._loss)
+            self._loss().backward()
         return [p.grad.numpy().copy() for p in self.model.parameters()]
 
     @staticmethod
-    def quadratic(kind: str) -> tuple[float, np.ndarray, np.ndarray]:
+    def quadratic() -> tuple[float, np.ndarray, np.ndarray]:
         w = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
         model = torch.nn.ParameterDict({"weight": w, "unused": torch.nn.Parameter(torch.ones(3))})
-        sam = getattr(hvd_torch, kind)(model)
+        sam = hvd_torch.SAM(model)
         loss = sam.backward(lambda: (torch.tensor([4.0, 1.0]) * w.square()).sum() / 2)
         assert not loss.requires_grad
         assert model["unused"].grad is None
@@ -65,8 +65,8 @@ class InTorch:
         hvd_torch.SAM(torch.nn.Linear(2, 1)).backward(lambda: 2 * other)
 
     @staticmethod
-    def make(kind: str, **options) -> object:
-        return getattr(hvd_torch, kind)(torch.nn.Linear(2, 2), **options)
+    def make(**options) -> object:
+        return hvd_torch.SAM(torch.nn.Linear(2, 2), **options)
 
 
 class InKeras:
@@ -88,7 +88,7 @@ class InKeras:
             self.model.non_trainable_variables,
         )
         self.variables, self.weights = [*weights, *self.statistics], weights
-        self.names = [v.name for v in weights]
+        self.count = len(weights)
         self.loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype=dtype)
 
     def values(self) -> list[np.ndarray]:
@@ -101,21 +101,21 @@ class InKeras:
     def _loss(self) -> tf.Tensor:
         return self.loss_of(Y, self.model(self.x, training=True))
 
-    def gradients(self, kind: str | None = None, **options) -> list[np.ndarray]:
-        if kind is None:
+    def gradients(self, sam: bool = False, **options) -> list[np.ndarray]:
+        if not sam:
             with tf.GradientTape() as tape:
                 loss = self._loss()
             return [g.numpy() for g in tape.gradient(loss, [v.value for v in self.weights])]
-        sam = getattr(hvd_keras, kind)(**options)
-        step = tf.function(lambda: sam.gradient(self._loss, self.weights, self.statistics)[1])
+        made = hvd_keras.SAM(**options)
+        step = tf.function(lambda: made.gradient(self._loss, self.weights, self.statistics)[1])
         return [g.numpy() for g in step()]
 
     in_graph = False
 
     @classmethod
-    def quadratic(cls, kind: str) -> tuple[float, np.ndarray, np.ndarray]:
+    def quadratic(cls) -> tuple[float, np.ndarray, np.ndarray]:
         w, unused = keras.Variable([1.0, 1.0], name="kernel"), keras.Variable([1.0])
-        sam = getattr(hvd_keras, kind)()
+        sam = hvd_keras.SAM()
 
         def step():
             def loss():
@@ -133,8 +133,8 @@ class InKeras:
         hvd_keras.SAM().gradient(lambda: tf.constant(1.0), [keras.Variable([1.0])])
 
     @staticmethod
-    def make(kind: str, **options) -> object:
-        return getattr(hvd_keras, kind)(**options)
+    def make(**options) -> object:
+        return hvd_keras.SAM(**options)
 
 
 class InGraph(InKeras):
@@ -142,14 +142,12 @@ class InGraph(InKeras):
 
 
 frameworks = pytest.mark.parametrize("framework", [InTorch, InKeras])
-kinds = pytest.mark.parametrize("kind", ["SAM", "ASAM"])
 
 
-@kinds
 @pytest.mark.parametrize("framework", [InTorch, InKeras, InGraph])
-def test_sharpness_by_hand(framework, kind):
-    eps = {"SAM": (0.0485071, 0.0121268), "ASAM": (0.489922, 0.122480)}[kind]
-    loss, gradient, weights = framework.quadratic(kind)
+def test_sharpness_by_hand(framework):
+    eps = 0.0485071, 0.0121268
+    loss, gradient, weights = framework.quadratic()
     assert loss == 2.5
     np.testing.assert_allclose(gradient, [4 * (1 + eps[0]), 1 + eps[1]], atol=1e-5)
     assert weights.tolist() == [1.0, 1.0]
@@ -157,12 +155,11 @@ def test_sharpness_by_hand(framework, kind):
 
 @pytest.mark.parametrize("average", [None, lambda x, name=None: x], ids=["own", "averaged"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@kinds
 @frameworks
-def test_a_networks_gradient_is_that_at_the_formulas_point(framework, kind, dtype, average):
+def test_a_networks_gradient_is_that_at_the_formulas_point(framework, dtype, average):
     network = framework(dtype)
-    before, count = network.values(), len(network.names)
-    found = network.gradients(kind, rho=0.3, average=average)
+    before, count = network.values(), network.count
+    found = network.gradients(True, rho=0.3, average=average)
     after = network.values()
     network.assign(before)
     first = network.gradients()
@@ -171,7 +168,7 @@ def test_a_networks_gradient_is_that_at_the_formulas_point(framework, kind, dtyp
         assert np.array_equal(x, start), "weights are what they were, bit for bit"
     for x, y in zip(after[count:], once[count:], strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, err_msg="statistics of one pass")
-    steps = getattr(optimizers, kind)(0.3).ascent(before[:count], first, network.names)
+    steps = optimizers.SAM(0.3).ascent(before[:count], first)
     moved = [w + eps for w, eps in zip(before[:count], steps, strict=True)]
     network.assign([*moved, *before[count:]])
     close = {"float32": (1e-3, 1e-5), "float64": (1e-12, 1e-13)}[dtype]
@@ -180,24 +177,20 @@ def test_a_networks_gradient_is_that_at_the_formulas_point(framework, kind, dtyp
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "words"),
-    [
-        ("SAM", {"rho": 0}, "rho must be greater than 0"),
-        ("ASAM", {"eta": -1.0}, "eta must be 0 or more"),
-        ("SAM", {"average": True}, "average="),
-    ],
+    ("options", "words"),
+    [({"rho": 0}, "rho must be greater than 0"), ({"average": True}, "average=")],
 )
 @frameworks
-def test_bad_options_are_errors(framework, kind, options, words):
+def test_bad_options_are_errors(framework, options, words):
     with pytest.raises(ConfigError, match=words):
-        framework.make(kind, **options)
+        framework.make(**options)
 
 
 @frameworks
-def test_schedules_change_radius_and_floor(framework):
-    sam = framework.make("ASAM", rho=0.5)
-    sam.rho, sam.eta = 0.1, 0.02
-    assert sam.formula == optimizers.ASAM(0.1, 0.02)
+def test_schedules_change_the_radius(framework):
+    sam = framework.make(rho=0.5)
+    sam.rho = 0.1
+    assert sam.formula == optimizers.SAM(0.1)
     with pytest.raises(ConfigError, match="rho must be greater than 0"):
         sam.rho = -1.0
 
@@ -209,21 +202,6 @@ def test_a_loss_of_something_else_is_an_error(framework):
 
 
 # -- parameters, hooks and precisions of PyTorch -------------------------------------------------
-
-
-def test_asam_knows_biases_of_all_layers():
-    model = torch.nn.ModuleDict(
-        {
-            "lstm": torch.nn.LSTM(2, 3, num_layers=2, bidirectional=True, proj_size=2),
-            "attention": torch.nn.MultiheadAttention(4, 2, add_bias_kv=True),
-            "bias": torch.nn.Linear(2, 3),
-        }
-    )
-    named = dict(model.named_parameters())
-    formula = hvd_torch.ASAM(model).formula
-    scaled = [name for name, p in named.items() if formula.stretch(p, name) is not None]
-    assert scaled == [name for name in named if "weight" in name.rpartition(".")[2]]
-    assert len(scaled) == 3 * 4 + 2 + 1
 
 
 def test_errors_and_nan_leave_weights_as_they_are():
@@ -265,27 +243,14 @@ def test_half_precision_sees_the_perturbed_weights():
     assert torch.equal(model.weight.grad, outside.weight.grad)
 
 
-@pytest.mark.parametrize("make", [hvd_torch.SAM, hvd_torch.ASAM])
-def test_sparse_gradients_climb_as_dense_ones_do(make):
+def test_sparse_gradients_climb_as_dense_ones_do():
     found = []
     for is_sparse in (False, True):
         torch.manual_seed(0)
         model = torch.nn.Sequential(
             torch.nn.Embedding(9, 4, sparse=is_sparse), torch.nn.Linear(4, 1)
         )
-        sam = make(model, average=lambda x, name: x)
+        sam = hvd_torch.SAM(model, average=lambda x, name: x)
         sam.backward(lambda model=model: model(torch.tensor([1, 2, 2])).square().sum())
         found.append(model[0].weight.grad.to_dense())
     torch.testing.assert_close(*found)
-
-
-# -- names of Keras ------------------------------------------------------------------------------
-
-
-def test_asam_leaves_shifts_of_normalisation_alone():
-    layer = keras.layers.BatchNormalization()
-    layer.build((None, 3))
-    formula = hvd_keras.ASAM(eta=0.5).formula
-    gamma, beta = (formula.stretch(v.value.value(), v.name) for v in (layer.gamma, layer.beta))
-    np.testing.assert_array_equal(gamma, [1.5, 1.5, 1.5])
-    assert beta is None

@@ -1,5 +1,5 @@
-"""SAM, ASAM, warm-up and the noise scale in PyTorch, beside a reference in this process; all
-optimizers for large batches with compression."""
+"""SAM and warm-up in PyTorch, beside a reference in this process; all optimizers for large batches
+with compression."""
 
 from __future__ import annotations
 
@@ -45,18 +45,17 @@ def _sam_reference(model, make, steps, passes: int = 1) -> None:
 
 
 def each_rank_climbs_on_its_own_and_one_gradient_travels() -> None:
-    for make in (lambda m: hvd.SAM(m, rho=0.1), lambda m: hvd.ASAM(m, rho=0.3)):
-        model, reference, plain = make_model(), make_model(), make_model()
-        optimizer = distribute(sgd(model), model, NoCompression())
-        _train(model, optimizer, make(model), STEPS)
-        _sam_reference(reference, make, STEPS)
-        assert_close(model, reference)
-        assert_same_everywhere(model)
-        beside = distribute(sgd(plain), plain, NoCompression())
-        train(plain, beside, range(STEPS))
-        sent = [o.compression.stats().total.bytes_sent for o in (optimizer, beside)]
-        assert sent[0] == sent[1]
-        assert any(map(_differ, model.parameters(), plain.parameters()))
+    model, reference, plain = make_model(), make_model(), make_model()
+    optimizer = distribute(sgd(model), model, NoCompression())
+    _train(model, optimizer, hvd.SAM(model, rho=0.1), STEPS)
+    _sam_reference(reference, lambda m: hvd.SAM(m, rho=0.1), STEPS)
+    assert_close(model, reference)
+    assert_same_everywhere(model)
+    beside = distribute(sgd(plain), plain, NoCompression())
+    train(plain, beside, range(STEPS))
+    sent = [o.compression.stats().total.bytes_sent for o in (optimizer, beside)]
+    assert sent[0] == sent[1]
+    assert any(map(_differ, model.parameters(), plain.parameters()))
 
 
 def _differ(p, q) -> bool:
@@ -91,7 +90,7 @@ def averaged_first_it_is_that_of_the_whole_batch() -> None:
 def all_optimizers_train_with_compression() -> None:
     """Ranks stay equal bit for bit, and the loss falls."""
     for method in ("topk:density=0.1", "dgc:density=0.1"):
-        for kind in ("lars", "lamb", "sam", "asam"):
+        for kind in ("lars", "lamb", "sam"):
             model = make_model()
             if kind == "lars":
                 local = hvd.LARS(model.parameters(), lr=0.3, trust_coefficient=0.02)
@@ -104,9 +103,8 @@ def all_optimizers_train_with_compression() -> None:
             text = f"{method},momentum=0.0" if takes else method
             optimizer = distribute(local, model, text)
             before = _mean_loss(model)
-            if kind in ("sam", "asam"):
-                sam = hvd.SAM(model) if kind == "sam" else hvd.ASAM(model, rho=0.1)
-                _train(model, optimizer, sam, 15)
+            if kind == "sam":
+                _train(model, optimizer, hvd.SAM(model), 15)
             else:
                 train(model, optimizer, range(15))
             assert_same_everywhere(model)

@@ -25,7 +25,6 @@ from .models import KERAS_3, loader
 
 #: what imports Keras 3, and its modules
 OPTIMIZERS = {
-    "ASAM": "sharpness",
     "LAMB": "optimizers",
     "LARS": "optimizers",
     "OneBitAdam": "optimizers",

@@ -1,4 +1,4 @@
-"""SAM and ASAM for Keras 3; their formulas: ``optimizers/sharpness.py``."""
+"""SAM for Keras 3; its formula: ``optimizers/sharpness.py``."""
 
 from __future__ import annotations
 
@@ -82,51 +82,22 @@ class SAM:
         seen = [native(variable) for variable in statistics]
         # In a graph, what reads and writes a variable runs in the order in which it is written.
         kept = [(v, tf.identity(v.value())) for v in (*raw, *seen)]
-        self._climb(variables, first)
+        self._climb(raw, first)
         _, second = _evaluate(loss_of, raw)
         with tf.control_dependencies([g for g in second if g is not None]):
             for variable, before in kept:
                 variable.assign(before)
         return loss, second
 
-    def _climb(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
+    def _climb(self, variables: Sequence[tf.Variable], gradients: Sequence[Any]) -> None:
         """Add eps to the variables."""
-        raw = [native(variable) for variable in variables]
-        weights = [variable.value() for variable in raw]
+        weights = [variable.value() for variable in variables]
         if self.average is not None:
             gradients = averaged(weights, gradients, self.average)
-        found = self.formula.ascent(weights, gradients, [v.name for v in variables])
-        for variable, eps in zip(raw, found, strict=True):
+        found = self.formula.ascent(weights, gradients)
+        for variable, eps in zip(variables, found, strict=True):
             if eps is not None:
                 variable.assign_add(eps)
-
-
-class ASAM(SAM):
-    """SAM in a ball that follows the scale of each weight: eps = rho T^2 g / ||T g|| with T = |w| +
-    eta, and T = 1 for biases: variables with the word ``bias`` in their name, or ``beta`` as in
-    those of normalisation.
-
-    Args:
-        rho: radius of the ball, in units of the weights.
-        eta: keeps T from zero.
-        average: as for :class:`SAM`, which shows how it is used.
-
-    Raises:
-        ConfigError: an option makes no sense.
-
-    Reference: Kwon, Kim, Park and Choi, ICML 2021, arXiv 2102.11600.
-
-    >>> w, sam = keras.Variable(2.0), hvd.ASAM(rho=0.5, eta=0.0)
-    >>> loss, [gradient] = sam.gradient(lambda: tf.square(w.value), [w])
-    >>> float(gradient)  # that at 2 + 0.5 * 2
-    6.0
-    """
-
-    eta = option("eta")
-
-    def __init__(self, rho: float = 0.5, eta: float = 0.01, average: Average | None = None) -> None:
-        super().__init__(rho, average)
-        self.formula = optimizers.ASAM(rho, eta)
 
 
 def _evaluate(loss_of: Callable[[], Any], variables: Sequence[Any]) -> tuple[Any, list[Any]]:

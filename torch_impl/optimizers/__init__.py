@@ -1,12 +1,11 @@
 """Optimizers and helpers for large batches; formulas: :mod:`hvd_compress.optimizers`."""
 
 from .plain import LAMB, LARS, OneBitAdam, OneBitLAMB
-from .sharpness import ASAM, SAM
+from .sharpness import SAM
 from .warmup import scaled_warmup
 from .zero_one_adam import ZeroOneAdam
 
 __all__ = [
-    "ASAM",
     "LAMB",
     "LARS",
     "SAM",

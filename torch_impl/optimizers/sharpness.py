@@ -1,9 +1,9 @@
-"""SAM and ASAM for PyTorch; their formulas: ``optimizers/sharpness.py``."""
+"""SAM for PyTorch; its formula: ``optimizers/sharpness.py``."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -80,8 +80,7 @@ class SAM:
         """
         if not callable(loss_of):
             raise ConfigError(f"loss_of must be a function without arguments; got {loss_of!r}")
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        weights = list(named.values())
+        weights = [p for p in self.model.parameters() if p.requires_grad]
         with torch.enable_grad():
             if not isinstance(loss := loss_of(), torch.Tensor):
                 raise ConfigError(f"loss_of must return the loss, a tensor; got {loss!r}")
@@ -91,7 +90,7 @@ class SAM:
         kept = [p.detach().clone() for p in weights]
         statistics = [(b, b.clone()) for b in _statistics(self.model)]
         try:
-            self._climb(named, first)
+            self._climb(weights, first)
             torch.clear_autocast_cache()  # of weights in half precision
             with torch.enable_grad():
                 loss_of().backward()
@@ -106,52 +105,16 @@ class SAM:
 
     @torch.no_grad()
     def _climb(
-        self, named: Mapping[str, torch.Tensor], gradients: Sequence[torch.Tensor | None]
+        self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> None:
         """Add eps to the weights."""
-        weights = list(named.values())
         if self.average is not None:
             # A name of its own: ranks may have called nameless collectives in other numbers.
             average = functools.partial(self.average, name="hvd_compress.sharpness")
             gradients = averaged(weights, gradients, average)
-        for p, eps in zip(weights, self.formula.ascent(weights, gradients, [*named]), strict=True):
+        for p, eps in zip(weights, self.formula.ascent(weights, gradients), strict=True):
             if eps is not None:
                 p.add_(eps)
-
-
-class ASAM(SAM):
-    """SAM in a ball that follows the scale of each weight: eps = rho T^2 g / ||T g|| with T = |w| +
-    eta, and T = 1 for biases: parameters with the word ``bias`` or ``beta`` in their name, such as
-    ``in_proj_bias`` and ``bias_ih_l0``.
-
-    Args:
-        model, average: as for :class:`SAM`, which shows how it is used.
-        rho: radius of the ball, in units of the weights.
-        eta: keeps T from zero.
-
-    Raises:
-        ConfigError: an option makes no sense.
-
-    Reference: Kwon, Kim, Park and Choi, ICML 2021, arXiv 2102.11600.
-
-    >>> model = torch.nn.Linear(1, 1, bias=False)
-    >>> weight = torch.nn.init.constant_(model.weight, 2.0)
-    >>> loss = hvd.ASAM(model, rho=0.5, eta=0.0).backward(lambda: model.weight.square().sum())
-    >>> weight.grad.item()  # that at 2 + 0.5 * 2
-    6.0
-    """
-
-    eta = option("eta")
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        rho: float = 0.5,
-        eta: float = 0.01,
-        average: Average | None = None,
-    ) -> None:
-        super().__init__(model, rho, average)
-        self.formula = optimizers.ASAM(rho, eta)
 
 
 def _statistics(model: torch.nn.Module) -> list[torch.Tensor]:
