@@ -64,9 +64,7 @@ def over_a_graph(
     codec = blockwise(bits)
     makers: dict[str, Callable[[], Any]] = {
         "diffusion": lambda: hvd.Diffusion(graph),
-        "cta_diffusion": lambda: hvd.CTADiffusion(graph),
         "exact_diffusion": lambda: hvd.ExactDiffusion(graph),
-        "nids": lambda: hvd.NIDS(graph),
         "extra": lambda: hvd.EXTRA(graph),
         "gradient_tracking": lambda: hvd.GradientTracking(graph),
         "push_diging": lambda: hvd.PushDIGing(graph),

@@ -1,4 +1,4 @@
-"""Prox-LEAD beside PG-EXTRA, P2D2 and NIDS, with exact and with stochastic gradients.
+"""Prox-LEAD beside PG-EXTRA and P2D2, with exact and with stochastic gradients.
 
     python -m mpi_examples.prox_lead
     python -m mpi_examples.prox_lead --methods extra p2d2 lead --topology grid --steps 1000
@@ -22,7 +22,6 @@ from hvd_compress.studies.estimators import LSVRG, SAGA
 from hvd_compress.systems.graphs import (
     EXTRA,
     LEAD,
-    NIDS,
     DecentralizedMethod,
     ExactDiffusion,
     blockwise,
@@ -35,7 +34,6 @@ from mpi_examples.study import check_counts
 METHODS: dict[str, str] = {
     "extra": "PG-EXTRA",
     "p2d2": "P2D2",
-    "nids": "NIDS",
     "lead": "Prox-LEAD",
     "lead+batches": "Prox-LEAD, batches",
     "lead+lsvrg": "Prox-LEAD, LSVRG",
@@ -75,8 +73,7 @@ def method_of(name: str, options: argparse.Namespace) -> DecentralizedMethod:
     graph, prox = options.topology, l1(options.l1)
     if name.startswith("lead"):
         return LEAD(graph, blockwise(options.bits), prox=prox)
-    kinds = {"extra": EXTRA, "p2d2": ExactDiffusion, "nids": NIDS}
-    return kinds[name](graph, prox=prox)
+    return (EXTRA if name == "extra" else ExactDiffusion)(graph, prox=prox)
 
 
 def gradient_of(name: str, problem: Regression, batches: int) -> Gradient:

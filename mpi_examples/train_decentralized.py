@@ -29,9 +29,7 @@ from mpi_examples.study import check_counts, spread
 METHODS = (
     "dense",
     "diffusion",
-    "cta_diffusion",
     "exact_diffusion",
-    "nids",
     "extra",
     "gradient_tracking",
     "push_diging",

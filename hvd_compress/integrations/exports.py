@@ -22,6 +22,6 @@ OF_CODISTILLATION = ("CoordinatedSampler", "Decay", "Ramp")
 SYSTEMS = (
     *(*OF_CODISTILLATION, "Codistillation", "local_steps"),
     *("DiLoCo", "EASGD", "LeaderSGD", "LocalSGD", "SlowMo", "SparseLoCo"),
-    *("CTADiffusion", "ChocoSGD", "DGD", "Diffusion", "EXTRA", "ExactDiffusion"),
-    *("GradientTracking", "LEAD", "NIDS", "PushDIGing"),
+    *("ChocoSGD", "DGD", "Diffusion", "EXTRA", "ExactDiffusion"),
+    *("GradientTracking", "LEAD", "PushDIGing"),
 )

@@ -24,11 +24,6 @@ def diffusion_fixed_point(w: np.ndarray, b: np.ndarray, mu: float) -> np.ndarray
     return mu * np.linalg.solve(np.eye(len(w)) - (1 - mu) * w, w @ b)
 
 
-def cta_fixed_point(w: np.ndarray, b: np.ndarray, mu: float) -> np.ndarray:
-    """Return where CTA diffusion ends without noise, (n,)."""
-    return mu * np.linalg.solve(np.eye(len(w)) - (1 - mu) * w, b)
-
-
 def dgd_fixed_point(w: np.ndarray, b: np.ndarray, mu: float) -> np.ndarray:
     """Return where DGD ends without noise, (n,)."""
     return mu * np.linalg.solve((1 + mu) * np.eye(len(w)) - w, b)
@@ -55,8 +50,8 @@ def centralized_msd(n: int, mu: float, variance: float) -> float:
 
 
 def exact_diffusion_limit(smoothness: float) -> float:
-    """Return the learning rate below which exact diffusion and NIDS converge on L-smooth convex
-    functions, 2 / L, whatever the graph."""
+    """Return the learning rate below which exact diffusion converges on L-smooth convex functions,
+    2 / L, whatever the graph."""
     return 2 / smoothness
 
 

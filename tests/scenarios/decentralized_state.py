@@ -152,7 +152,7 @@ def the_average_of_parameters() -> None:
 
 def the_tested_model_is_the_average() -> None:
     model = make_model()
-    optimizer = distributed(hvd.CTADiffusion("line"), model)
+    optimizer = distributed(hvd.Diffusion("line"), model)
     train(model, optimizer, range(3))
     own = [p.detach().clone() for p in model.parameters()]
     with optimizer.synchronized_parameters():

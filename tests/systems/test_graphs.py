@@ -14,9 +14,7 @@ from hvd_compress.systems.graphs import (
     DGD,
     EXTRA,
     LEAD,
-    NIDS,
     ChocoSGD,
-    CTADiffusion,
     Diffusion,
     ExactDiffusion,
     GradientTracking,
@@ -29,11 +27,11 @@ from hvd_compress.systems.ranks import Ranks
 
 B = np.array([0.0, 0.0, 3.0])
 EXACT = (
-    *(ExactDiffusion("line"), NIDS("line"), EXTRA("line"), LEAD("line", codec=None)),
+    *(ExactDiffusion("line"), EXTRA("line"), LEAD("line", codec=None)),
     *(GradientTracking("line"), GradientTracking("line", form="atc"), PushDIGing("line")),
 )
 OWN = Weights([[0.5, 0.5, 0], [0.5, 0.2, 0.3], [0, 0.3, 0.7]])
-EVERY = (*EXACT, Diffusion("line"), CTADiffusion("line"), DGD("line"), ChocoSGD("line"))
+EVERY = (*EXACT, Diffusion("line"), DGD("line"), ChocoSGD("line"))
 
 
 def pull(rank, x, step):
@@ -54,7 +52,6 @@ def iterates(method, steps, mu=0.1, start=None):
     ("method", "fixed", "limit"),
     [
         (Diffusion("line"), theory.diffusion_fixed_point, (0.75, 1, 1.25)),
-        (CTADiffusion("line"), theory.cta_fixed_point, (0.675, 0.9, 1.425)),
         (DGD("line"), theory.dgd_fixed_point, (0.699301, 0.909091, 1.391608)),
     ],
 )
@@ -86,7 +83,7 @@ def test_exact_methods_reach_the_minimum(method):
 
 
 def test_closed_recursions():
-    """Exact diffusion, NIDS and gradient tracking against the formulas in stacked matrices."""
+    """Exact diffusion and gradient tracking against the formulas in stacked matrices."""
     w, mu, x = as_topology("line").weights(3), 0.1, np.array([3.0, -1.0, 0.5])
     wt, start = lazy(w), x[:, None].copy()
 
@@ -94,13 +91,10 @@ def test_closed_recursions():
         return x - B
 
     exact = [x, wt @ (x - mu * g(x))]
-    nids = [x, x - mu * g(x)]
-    for rows in (exact, nids):
-        for _ in range(5):
-            a, b = rows[-1], rows[-2]
-            rows.append(wt @ (2 * a - b - mu * (g(a) - g(b))))
+    for _ in range(5):
+        a, b = exact[-1], exact[-2]
+        exact.append(wt @ (2 * a - b - mu * (g(a) - g(b))))
     np.testing.assert_allclose(iterates(ExactDiffusion("line"), 6, start=start), exact[1:])
-    np.testing.assert_allclose(iterates(NIDS("line"), 6, start=start), nids[1:])
     y, tracked = g(x), []
     for _ in range(6):
         after = w @ (x - mu * y)
@@ -117,7 +111,7 @@ def test_push_diging_over_a_graph_that_is_not_balanced():
     np.testing.assert_allclose(iterates(method, 800, mu=0.05)[-1], 1, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", [ExactDiffusion, NIDS, EXTRA, GradientTracking, PushDIGing, LEAD])
+@pytest.mark.parametrize("kind", [ExactDiffusion, EXTRA, GradientTracking, PushDIGing, LEAD])
 def test_a_matrix_of_ones_own(kind):
     """It leads to the same minimum, on a way of its own."""
     options = {"codec": None} if kind is LEAD else {}
@@ -138,7 +132,6 @@ def test_graphs_that_change():
     ("method", "limit"),
     [
         (ExactDiffusion("cycle"), theory.exact_diffusion_limit(1.0)),
-        (NIDS("cycle"), theory.exact_diffusion_limit(1.0)),
         (DGD("cycle"), theory.dgd_limit(as_topology("cycle").weights(4), 1.0)),
     ],
 )
@@ -316,7 +309,7 @@ def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
         (lambda: LEAD(gamma=0.0), "gamma"),
         (lambda: LEAD(codec="topk"), "codec must be a codec"),
         (lambda: ChocoSGD(codec="topk"), "codec must be a codec"),
-        *((lambda kind=kind: kind(prox=3), "prox") for kind in (LEAD, ExactDiffusion, NIDS, EXTRA)),
+        *((lambda kind=kind: kind(prox=3), "prox") for kind in (LEAD, ExactDiffusion, EXTRA)),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), 1, 0.0), "rate"),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), -1, 0.1), "steps"),
     ],

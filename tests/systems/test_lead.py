@@ -11,7 +11,6 @@ from hvd_compress.studies.estimators import LSVRG, SAGA
 from hvd_compress.systems.graphs import (
     EXTRA,
     LEAD,
-    NIDS,
     ExactDiffusion,
     blockwise,
     box,
@@ -96,7 +95,7 @@ def test_two_bits_are_about_as_good_as_all():
     "method",
     [
         LEAD(codec=blockwise(2), prox=l1(WEIGHT)),
-        *(kind(prox=l1(WEIGHT)) for kind in (ExactDiffusion, NIDS, EXTRA)),
+        *(kind(prox=l1(WEIGHT)) for kind in (ExactDiffusion, EXTRA)),
     ],
     ids=repr,
 )

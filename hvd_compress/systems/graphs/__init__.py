@@ -4,14 +4,7 @@ neighbours only."""
 from hvd_compress.systems.base import methods_in
 from hvd_compress.systems.graphs.base import DecentralizedMethod, Neighborhood, mix
 from hvd_compress.systems.graphs.compressed import LEAD, ChocoSGD, blockwise
-from hvd_compress.systems.graphs.diffusion import (
-    DGD,
-    EXTRA,
-    NIDS,
-    CTADiffusion,
-    Diffusion,
-    ExactDiffusion,
-)
+from hvd_compress.systems.graphs.diffusion import DGD, EXTRA, Diffusion, ExactDiffusion
 from hvd_compress.systems.graphs.matrices import (
     eigenvalues,
     lazy,
@@ -43,8 +36,6 @@ __all__ = [
     "DGD",
     "EXTRA",
     "LEAD",
-    "NIDS",
-    "CTADiffusion",
     "ChocoSGD",
     "Complete",
     "Cycle",

@@ -184,10 +184,6 @@ class DecentralizedMethod(TrainingMethod):
             network: neighbours and weights.
         """
 
-    def solution(self, x: Array, state: Vectors) -> Array:
-        """Return what the method's theory calls its iterate: x, for most."""
-        return x
-
     def network(self, rank: int, size: int, step: int) -> Neighborhood:
         """Return a rank's neighbours and weights in a step, from 1.
 

@@ -38,34 +38,6 @@ class Diffusion(DecentralizedMethod, name="diffusion"):
 
 
 @dataclasses.dataclass(frozen=True)
-class CTADiffusion(DecentralizedMethod, name="cta_diffusion"):
-    """Combine, then adapt: ``phi = W x;  x+ = phi - mu grad(phi)``; see :class:`Diffusion`.
-
-    The parameters of an optimizer are those at which it computes gradients, phi; the x of the
-    formula, which is before the mixing, is ``solution``, and the state.  So parameters go the way
-    of :class:`Diffusion`.  The first step begins at x, unmixed.
-
-    Args:
-        topology: as for :class:`Diffusion`.
-
-    >>> from hvd_compress.systems.graphs import simulate
-    >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
-    >>> simulate(CTADiffusion(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
-    array([1.319, 1.396, 1.604, 1.681])
-    """
-
-    def start(self, x: Array) -> Vectors:
-        return {"adapted": x}
-
-    def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
-        _, mixed = yield from mix(local, network)
-        return mixed, {"adapted": local}
-
-    def solution(self, x: Array, state: Vectors) -> Array:
-        return state["adapted"]
-
-
-@dataclasses.dataclass(frozen=True)
 class DGD(DecentralizedMethod, name="dgd"):
     """Decentralised gradient descent, or consensus: ``x+ = W x - mu grad(x)``.
 
@@ -126,28 +98,6 @@ class ExactDiffusion(DecentralizedMethod, name="exact_diffusion"):
     def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         _, mixed = yield from mix(local + state["correction"], network.lazy())
         return mixed, {"correction": mixed - local}
-
-
-@dataclasses.dataclass(frozen=True)
-class NIDS(ExactDiffusion, name="nids"):
-    """NIDS, or D2: :class:`ExactDiffusion` whose first step is ``z_1 = x_0 - mu grad(x_0)``,
-    without mixing; the same limit, on another way there.  It has the same state.
-
-    Args:
-        topology, prox: as for :class:`ExactDiffusion`.
-
-    Reference: Li, Shi, Yan, IEEE TSP 2019; Tang et al. (D2), ICML 2018.
-
-    >>> from hvd_compress.systems.graphs import simulate
-    >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
-    >>> simulate(NIDS(), gradient, [[0.0]] * 4, steps=500, rate=0.1).ravel().round(3)
-    array([1.5, 1.5, 1.5, 1.5])
-    """
-
-    def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
-        if network.step == 1:
-            return local, state
-        return (yield from super().update(x, local, state, network))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ def simulate(
     """
     _check(steps, rate)
     x = [{_X: np.array(row)} for row in start]
-    ranks, size = Ranks(method, len(x)), len(x)
+    ranks = Ranks(method, len(x))
     iterates = np.stack([own[_X] for own in x])
     for step in range(steps):
         x = ranks.before_step(x, rates={_X: rate})
@@ -61,7 +61,7 @@ def simulate(
             ranks.states = [
                 {key: {_X: array} for key, array in own.items()} for own in method.centered(flat)
             ]
-        iterates = np.stack([_solution(method, x[r][_X], ranks.states[r]) for r in range(size)])
+        iterates = np.stack([own[_X] for own in x])
         if observe is not None:
             observe(step + 1, iterates)
     return iterates
@@ -93,11 +93,7 @@ def train(
         x = coordinator.before_step(x, rates={_X: rate})
         x = {_X: x[_X] - float(rate) * gradient(engine.rank, x[_X], step)}
         x = coordinator.after_step(x)
-    return _solution(method, x[_X], coordinator.state) if steps else x[_X]
-
-
-def _solution(method: DecentralizedMethod, x: np.ndarray, state: dict) -> np.ndarray:
-    return method.solution(x, {key: arrays[_X] for key, arrays in state.items()})
+    return x[_X]
 
 
 def _check(steps: int, rate: float) -> None:
