@@ -1,7 +1,7 @@
 """Watch an allreduce at work: every message, who sends it, what is in it.
 
     python -m mpi_examples.allreduce_steps
-    python -m mpi_examples.allreduce_steps --ranks 6 --algorithms ring halving_doubling fold
+    python -m mpi_examples.allreduce_steps --ranks 6 --algorithms ring halving_doubling direct
     mpirun -np 8 python -m mpi_examples.allreduce_steps --algorithms halving_doubling
 
 The algorithms are those that training uses, and the messages really travel.  The vector is made so
@@ -13,7 +13,6 @@ P bits of a sum are the ranks that are in it, and the rest tells which element i
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ import numpy as np
 from hvd_compress.cli.options import picture_file
 from hvd_compress.integrations.launch import under_mpirun
 
-ALGORITHMS = ("ring", "halving_doubling", "fold", "direct")
+ALGORITHMS = ("ring", "halving_doubling", "direct")
 
 
 def arguments() -> argparse.Namespace:
@@ -39,8 +38,7 @@ def arguments() -> argparse.Namespace:
         choices=ALGORITHMS,
         default=["ring", "halving_doubling"],
         metavar="NAME",
-        help=f"of {', '.join(ALGORITHMS)}; fold is halving_doubling with another way for numbers "
-        "of ranks that are no power of two",
+        help=f"of {', '.join(ALGORITHMS)}",
     )
     parser.add_argument("--elements", type=int, default=16, help="of the vector, 8 bytes each")
     parser.add_argument("--output", type=picture_file, default=Path("results/allreduce_steps.png"))
@@ -65,12 +63,7 @@ from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.transport.reduction import Reduction
 from mpi_examples.report import save
 
-FUNCTIONS = {
-    "ring": ring,
-    "halving_doubling": halving_doubling,
-    "fold": functools.partial(halving_doubling, remainder="fold"),
-    "direct": direct,
-}
+FUNCTIONS = {"ring": ring, "halving_doubling": halving_doubling, "direct": direct}
 
 
 class Stop(NamedTuple):

@@ -21,7 +21,6 @@ from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import CollectiveTimeout, MismatchError
 from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.dense.halving_doubling import FOLD
 from hvd_compress.mpi.dense.payloads import alltoall, broadcast, gather, swap
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.transport.progress import Wait
@@ -97,7 +96,7 @@ def dense(vector, n, dtype="float64"):
 
 # -- dense -----------------------------------------------------------------------------------------
 
-DENSE = {name: functools.partial(mpi.allreduce, algorithm=name) for name in (*TAGGED, FOLD.name)}
+DENSE = {name: functools.partial(mpi.allreduce, algorithm=name) for name in TAGGED}
 DENSE["hierarchical"] = mpi.hierarchical_allreduce
 
 

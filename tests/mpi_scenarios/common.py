@@ -12,7 +12,6 @@ from mpi4py import MPI
 
 from hvd_compress import mpi
 from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.dense.halving_doubling import FOLD
 
 world = MPI.COMM_WORLD
 FLOATS = ("float16", "float32", "float64")
@@ -47,8 +46,8 @@ def dense_algorithms() -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in ALGORITHMS:
         by_name = functools.partial(mpi.allreduce, algorithm=name)
         yield name, getattr(mpi, f"{name}_allreduce", by_name)
-    yield FOLD.name, functools.partial(mpi.halving_doubling_allreduce, remainder="fold")
-    for ranks_per_node, across in zip(LAYOUTS, ("direct", "ring", "mpi", FOLD.name), strict=True):
+    names = ("direct", "ring", "mpi", "halving_doubling")
+    for ranks_per_node, across in zip(LAYOUTS, names, strict=True):
         options = {"algorithm": across, "ranks_per_node": ranks_per_node}
         by_nodes = functools.partial(mpi.hierarchical_allreduce, **options)
         yield f"{across} across nodes of {ranks_per_node}", by_nodes

@@ -187,9 +187,8 @@ def auto_gives_the_sum_and_chooses_alike() -> None:
 
 
 def refusals_name_the_way_out() -> None:
-    with raises(ConfigError, "algorithm must be one of", "ring.*tree") as caught:
+    with raises(ConfigError, "algorithm must be one of", "ring.*tree"):
         mpi.allreduce(np.ones(3), algorithm="tree")
-    assert "fold" not in str(caught.value)  # which is no option here
     with raises(ConfigError, "op='min'", "sum"):
         mpi.ring_allreduce(np.ones(3), op="min")
     with raises(UnsupportedError, "mean of int32", "sum"):
@@ -202,7 +201,5 @@ def refusals_name_the_way_out() -> None:
         mpi.ring_allreduce(np.ones(3, ">f4"))
     with raises(ConfigError, "out is", "alike"):
         mpi.ring_allreduce(np.ones(3), out=np.ones(4))
-    with raises(ConfigError, "remainder", "fold"):
-        mpi.halving_doubling_allreduce(np.ones(3), remainder="tree")
     with raises(ConfigError, "chunk"):
         mpi.ring_allreduce(np.ones(3), chunk=1)

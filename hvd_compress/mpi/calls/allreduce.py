@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from hvd_compress.config import check_choice
-from hvd_compress.mpi.dense.halving_doubling import FOLD, REMAINDERS
 from hvd_compress.mpi.dense.running import CHUNK, run
 from hvd_compress.mpi.transport.communicator import Comm
 from hvd_compress.mpi.transport.nodes import suffix_of
@@ -100,23 +98,14 @@ def ring_allreduce(
 
 
 def halving_doubling_allreduce(
-    x: Any,
-    *,
-    op: str = "sum",
-    out: Any = None,
-    comm: Comm = None,
-    chunk: int = CHUNK,
-    remainder: str = "binary_blocks",
+    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
 ) -> Any:
     """Run :func:`allreduce` by recursive halving and doubling: 2 log2 P rounds.
 
     Args:
         x, op, out, comm, chunk: as for :func:`allreduce`, whose errors these are, too.
-        remainder: what happens if P is no power of two: "binary_blocks" or "fold".
     """
-    check_choice("remainder", remainder, REMAINDERS)
-    name = FOLD.name if remainder == "fold" else "halving_doubling"
-    return allreduce(x, op=op, algorithm=name, out=out, comm=comm, chunk=chunk)
+    return allreduce(x, op=op, algorithm="halving_doubling", out=out, comm=comm, chunk=chunk)
 
 
 def recursive_doubling_allreduce(

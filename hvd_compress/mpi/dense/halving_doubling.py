@@ -1,22 +1,13 @@
 """Recursive halving and doubling: partners at distance 1, 2, 4 ..., each time half of the data.
 
 2 log2 P rounds and 2 n (P - 1) / P bytes from every rank, if P is a power of two (Thakur,
-Rabenseifner, Gropp, 2005).  For other P there are two ways:
-
-``binary_blocks``
-    The ranks form blocks of the powers of two that P is made of, 6 = 4 + 2.  Each block reduces and
-    scatters within itself; sums move up from the smallest block to the largest, and results down
-    again (Rabenseifner and Traeff, 2004).
-``fold``
-    P - 2^k ranks give their data to a neighbour, the pairs share the additions, and these ranks get
-    the result at the end (Rabenseifner, 2004; MPICH).  This has fewer partners, but the pairs send
-    more bytes.
+Rabenseifner, Gropp, 2005).  For other P the ranks form blocks of the powers of two that P is made
+of, 6 = 4 + 2.  Each block reduces and scatters within itself; sums move up from the smallest block
+to the largest, and results down again (Rabenseifner and Traeff, 2004).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,8 +16,6 @@ from hvd_compress.mpi.transport.communicator import Channel
 from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.transport.reduction import Reduction
-
-REMAINDERS = ("binary_blocks", "fold")
 
 
 class _Range(NamedTuple):
@@ -49,16 +38,6 @@ def _owned(n: int, member: int, rounds: int) -> list[_Range]:
     for step in range(rounds):
         ranges.append(ranges[-1].half(member >> step & 1))
     return ranges
-
-
-def halving_doubling(
-    channel: Channel, x: Any, out: Any, reduction: Reduction, remainder: str = "binary_blocks"
-) -> Algorithm:
-    """Reduce the flat ``x`` into ``out``, which may be ``x``."""
-    partial = reduction.scratch(len(x))
-    reduction.widen(x, partial)
-    run = _binary_blocks if remainder == "binary_blocks" else _fold
-    yield from run(channel, partial, out, reduction)
 
 
 def _halve(
@@ -103,8 +82,11 @@ def _blocks(size: int) -> list[range]:
     return blocks
 
 
-def _binary_blocks(channel: Channel, partial: Any, out: Any, reduction: Reduction) -> Algorithm:
-    rank, n = channel.rank, len(partial)
+def halving_doubling(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
+    """Reduce the flat ``x`` into ``out``, which may be ``x``."""
+    rank, n = channel.rank, len(x)
+    partial = reduction.scratch(n)
+    reduction.widen(x, partial)
     blocks = _blocks(channel.size)
     index = next(i for i, block in enumerate(blocks) if rank in block)
     block = blocks[index]
@@ -137,32 +119,6 @@ def _binary_blocks(channel: Channel, partial: Any, out: Any, reduction: Reductio
     yield from _double(channel, block, out)
 
 
-def _fold(channel: Channel, partial: Any, out: Any, reduction: Reduction) -> Algorithm:
-    rank, size, n = channel.rank, channel.size, len(partial)
-    core = 1 << (size.bit_length() - 1)
-    extra = size - core
-    # Of the first 2 * extra ranks the even ones go on; then all that have no partner.
-    members = [*range(0, 2 * extra, 2), *range(2 * extra, size)]
-    if rank < 2 * extra:
-        peer, is_even = rank ^ 1, rank % 2 == 0
-        keep, give = _Range(0, n).half(rank % 2), _Range(0, n).half(1 - rank % 2)
-        taken = reduction.scratch(keep.stop - keep.start)
-        messages = [channel.receive(taken, peer), channel.send(partial[give.slice], peer)]
-        yield Wait(messages, "folding, halves")
-        reduction.merge(partial[keep.slice], taken)
-        if is_even:
-            yield Wait([channel.receive(partial[give.slice], peer)], "folding, sums")
-        else:
-            yield Wait([channel.send(partial[keep.slice], peer)], "folding, sums")
-            yield Wait([channel.receive(out, peer)], "unfolding")
-            return
-    mine = yield from _halve(channel, members, partial, reduction)
-    reduction.finish(partial[mine.slice], out[mine.slice])
-    yield from _double(channel, members, out)
-    if rank < 2 * extra:
-        yield Wait([channel.send(out, rank ^ 1)], "unfolding")
-
-
 def _seconds(costs: Costs, n: int, p: int) -> float:
     """2 log2(P) alpha + 2 n (P-1)/P beta_pair + n (P-1)/P gamma."""
     share = n * (p - 1) / p
@@ -175,8 +131,3 @@ def _seconds(costs: Costs, n: int, p: int) -> float:
 
 #: the first message is half of a block
 ALGORITHM = Allreduce("halving_doubling", halving_doubling, lambda p: 2, _seconds)
-FOLD = dataclasses.replace(
-    ALGORITHM,
-    name="halving_doubling, fold",
-    run=functools.partial(halving_doubling, remainder="fold"),
-)

@@ -13,7 +13,6 @@ from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.mpi.dense.algorithm import Allreduce
-from hvd_compress.mpi.dense.halving_doubling import FOLD
 from hvd_compress.mpi.dense.mpi import ALGORITHM as MPIS_OWN
 from hvd_compress.mpi.dense.mpi import at_once
 from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten
@@ -25,8 +24,6 @@ from hvd_compress.sharding import shards_of
 #: returns the algorithm of a name, for so many bytes of a dtype
 Choose = Callable[[Communicator, str, int, str], Allreduce]
 
-#: algorithms that calls name, with the form of one that is no option, but has a function
-CALLED = {**ALGORITHMS, FOLD.name: FOLD}
 #: bytes of one message
 CHUNK = 512 * 1024
 #: kinds of arrays whose algorithm is remembered
@@ -65,8 +62,7 @@ def run(
                 at_once(communicator, x, target, op, lambda: Call(x, op, MPIS_OWN.name))
                 return target
     with communicator.told():
-        if algorithm != FOLD.name:
-            check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
+        check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
         if chunk < 64:
             raise ConfigError(f"chunk={chunk} bytes: at least 64")
         flat = flatten(x)
@@ -75,7 +71,7 @@ def run(
     communicator.agree(Call(flat, op, communicator.named(algorithm) + nodes + cut, function))
     if chosen is None and choose is not None:
         chosen = choose(communicator, algorithm, nbytes(flat.array), flat.dtype)
-    chosen = chosen or CALLED[algorithm]
+    chosen = chosen or ALGORITHMS[algorithm]
     call = Call(flat, op, chosen.name + nodes, function)
     start(communicator, call, chosen, flat, target.array, op, chunk=chunk).wait()
     done = target.give_back(target.array)

@@ -18,7 +18,6 @@ from hvd_compress.errors import PayloadError
 from hvd_compress.mpi.dense import ALGORITHMS as DENSE
 from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.dense.hierarchical import hierarchical
-from hvd_compress.mpi.dense.running import CALLED
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.sparse.algorithm import Run, Summed
 from hvd_compress.mpi.sparse.hierarchical import hierarchical as hierarchical_sparse
@@ -42,7 +41,7 @@ def dense(
     comm: Communicator, name: str, nbytes: int, dtype: str, among: Iterable[str] = DENSE
 ) -> Allreduce:
     """Return the allreduce of that name; for "auto" the fastest one for an array of ``nbytes``."""
-    return CALLED[model_of(comm).fastest(nbytes, dtype, among) if name == "auto" else name]
+    return DENSE[model_of(comm).fastest(nbytes, dtype, among) if name == "auto" else name]
 
 
 def dense_by_nodes(
