@@ -67,7 +67,6 @@ def over_a_graph(
         "exact_diffusion": lambda: hvd.ExactDiffusion(graph),
         "extra": lambda: hvd.EXTRA(graph),
         "gradient_tracking": lambda: hvd.GradientTracking(graph),
-        "push_diging": lambda: hvd.PushDIGing(graph),
         "choco_sgd": lambda: hvd.ChocoSGD(graph, codec),
         "lead": lambda: hvd.LEAD(graph, codec),
         "prox_lead": lambda: hvd.LEAD(graph, codec, prox=l1(1e-4)),

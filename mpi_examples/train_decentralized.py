@@ -32,7 +32,6 @@ METHODS = (
     "exact_diffusion",
     "extra",
     "gradient_tracking",
-    "push_diging",
     "choco_sgd",
     "lead",
     "prox_lead",

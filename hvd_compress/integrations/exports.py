@@ -23,5 +23,5 @@ SYSTEMS = (
     *(*OF_CODISTILLATION, "Codistillation", "local_steps"),
     *("DiLoCo", "EASGD", "LeaderSGD", "LocalSGD", "SlowMo", "SparseLoCo"),
     *("ChocoSGD", "DGD", "Diffusion", "EXTRA", "ExactDiffusion"),
-    *("GradientTracking", "LEAD", "PushDIGing"),
+    *("GradientTracking", "LEAD"),
 )

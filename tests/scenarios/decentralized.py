@@ -18,8 +18,8 @@ from tests.scenarios.driver import barrier, hvd, raises
 
 METHODS = (
     *(hvd.Diffusion("line"), hvd.DGD("star"), hvd.EXTRA("cycle")),
-    *(hvd.ExactDiffusion("line"), hvd.PushDIGing("exponential")),
-    *(hvd.GradientTracking("one_peer"), hvd.GradientTracking("line", form="atc")),
+    *(hvd.ExactDiffusion("line"), hvd.GradientTracking("exponential")),
+    *(hvd.GradientTracking("one_peer"), hvd.GradientTracking("line")),
     *(hvd.ChocoSGD("line"), hvd.LEAD("cycle"), hvd.LEAD("line", codec=None, prox=l1(0.01))),
     *(hvd.ExactDiffusion("line", prox=l1(0.01)), hvd.EXTRA("cycle", prox=l1(0.01))),
 )
@@ -267,6 +267,6 @@ def ranks_of_a_set_have_a_graph_of_their_own() -> None:
 
 
 def methods_are_those_of_the_numpy_package() -> None:
-    for name in ("Diffusion", "ExactDiffusion", "EXTRA", "ChocoSGD", "PushDIGing"):
+    for name in ("Diffusion", "ExactDiffusion", "EXTRA", "ChocoSGD", "GradientTracking"):
         assert getattr(hvd, name) is getattr(graphs, name)
     assert hvd.LEAD is LEAD

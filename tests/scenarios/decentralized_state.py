@@ -63,7 +63,7 @@ def a_method_without_state_takes_any_ranks_checkpoint() -> None:
 def a_broadcast_lets_all_ranks_begin_anew() -> None:
     """And then an exact method is still exact."""
     best = points(0).mean(axis=0)
-    for method in (hvd.ExactDiffusion, hvd.PushDIGing):
+    for method in (hvd.ExactDiffusion, hvd.GradientTracking):
         x = torch.nn.Parameter(torch.tensor(points(1)[hvd.rank()]))
         target = torch.tensor(points(0)[hvd.rank()])
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([x], lr=RATE), method=method)
@@ -98,7 +98,11 @@ def a_step_that_loss_scaling_skips_is_a_step() -> None:
 
 def parameters_that_are_frozen_become_the_average_and_begin_anew() -> None:
     model = make_model()
-    for method in (hvd.ExactDiffusion("line"), hvd.PushDIGing("exponential"), hvd.LEAD("line")):
+    for method in (
+        hvd.ExactDiffusion("line"),
+        hvd.GradientTracking("exponential"),
+        hvd.LEAD("line"),
+    ):
         optimizer = distributed(method, model)
         train(model, optimizer, range(2))
         frozen = model[0].weight

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from hvd_compress.systems import graphs
-from hvd_compress.systems.graphs import DecentralizedMethod, PushDIGing
+from hvd_compress.systems.graphs import DecentralizedMethod
 from hvd_compress.systems.rounds import (
     EASGD,
     DiLoCo,
@@ -66,7 +66,7 @@ def _leaders(**options: Any) -> Row:
 
 
 def _graph(cls: type[DecentralizedMethod]) -> Row:
-    return Row(cls(), alone=cls("complete"), keeps_mean=cls not in (PushDIGing,))
+    return Row(cls(), alone=cls("complete"), keeps_mean=True)
 
 
 def _taught(exchange: str, **options: Any) -> Row:

@@ -13,10 +13,7 @@ from hvd_compress.systems.graphs import (
     LEAD,
     ExactDiffusion,
     blockwise,
-    box,
-    elastic_net,
     l1,
-    l2,
     simulate,
 )
 from hvd_compress.systems.ranks import Ranks
@@ -66,7 +63,7 @@ def errors(method, steps, weight=0.0, dtype=np.float64, **options):
     return np.array(found)
 
 
-@pytest.mark.parametrize("prox", [None, l1(0.05), box(-0.4, 0.9)], ids=repr)
+@pytest.mark.parametrize("prox", [None, l1(0.05)], ids=repr)
 def test_without_compression_it_is_exact_diffusion(prox):
     """With a prox P2D2."""
     for alpha in (0.3, 1.0):
@@ -186,21 +183,12 @@ def test_the_variance_of_the_quantiser(bits):
     assert worst < 256 / 4**bits
 
 
-@pytest.mark.parametrize(
-    ("prox", "r"),
-    [
-        (l1(0.3), lambda x: 0.3 * abs(x)),
-        (l2(0.7), lambda x: 0.35 * x**2),
-        (elastic_net(0.3, 0.7), lambda x: 0.3 * abs(x) + 0.35 * x**2),
-        (box(-0.4, 0.9), lambda x: np.where((x >= -0.4) & (x <= 0.9), 0, np.inf)),
-    ],
-)
-def test_proximal_operators_minimise(prox, r):
+def test_the_proximal_operator_minimises():
     """Against a search on a grid."""
     eta, grid = 0.5, np.linspace(-3, 3, 60_001)
     for v in (-2.0, -0.1, 0.0, 0.12, 1.7):
-        best = grid[np.argmin(r(grid) + (grid - v) ** 2 / (2 * eta))]
-        assert abs(prox(np.array([v]), eta)[0] - best) < 2e-4
+        best = grid[np.argmin(0.3 * abs(grid) + (grid - v) ** 2 / (2 * eta))]
+        assert abs(l1(0.3)(np.array([v]), eta)[0] - best) < 2e-4
 
 
 @pytest.mark.parametrize("estimator", [LSVRG, SAGA])

@@ -58,7 +58,7 @@ def of_teachers(rank, exchange, *more):
 
 
 def of_graphs(rank):
-    network = network_of(graphs.Cycle(), SIZE, 0, rank, False)
+    network = network_of(graphs.Cycle(), SIZE, 0, rank)
     return mix(X.reshape(-1), network, whole("float16"))
 
 

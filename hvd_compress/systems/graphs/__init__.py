@@ -12,13 +12,12 @@ from hvd_compress.systems.graphs.matrices import (
     second_eigenvalue,
     spectral_gap,
 )
-from hvd_compress.systems.graphs.proximal import box, elastic_net, l1, l2
+from hvd_compress.systems.graphs.proximal import l1
 from hvd_compress.systems.graphs.simulation import simulate, train
 from hvd_compress.systems.graphs.topologies import (
     Complete,
     Cycle,
     Edges,
-    ErdosRenyi,
     Grid,
     Line,
     OnePeerExponential,
@@ -28,9 +27,8 @@ from hvd_compress.systems.graphs.topologies import (
     Torus,
     Weights,
     as_topology,
-    edges_from_file,
 )
-from hvd_compress.systems.graphs.tracking import GradientTracking, PushDIGing
+from hvd_compress.systems.graphs.tracking import GradientTracking
 
 __all__ = [
     "DGD",
@@ -42,14 +40,12 @@ __all__ = [
     "DecentralizedMethod",
     "Diffusion",
     "Edges",
-    "ErdosRenyi",
     "ExactDiffusion",
     "GradientTracking",
     "Grid",
     "Line",
     "Neighborhood",
     "OnePeerExponential",
-    "PushDIGing",
     "Star",
     "StaticExponential",
     "Topology",
@@ -57,12 +53,8 @@ __all__ = [
     "Weights",
     "as_topology",
     "blockwise",
-    "box",
-    "edges_from_file",
     "eigenvalues",
-    "elastic_net",
     "l1",
-    "l2",
     "lazy",
     "metropolis_hastings",
     "mix",

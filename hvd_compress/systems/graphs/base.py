@@ -88,9 +88,9 @@ class Neighborhood(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def network_of(topology: Topology, size: int, phase: int, rank: int, push: bool) -> Neighborhood:
-    """Return a rank's part of the graph; ``push``: with column stochastic weights."""
-    w = topology.push_weights(size, phase) if push else topology.weights(size, phase)
+def network_of(topology: Topology, size: int, phase: int, rank: int) -> Neighborhood:
+    """Return a rank's part of the graph."""
+    w = topology.weights(size, phase)
     graph = topology.graph(size, phase)
     directed = graph.is_directed()
     targets = tuple(sorted(graph.successors(rank) if directed else graph.neighbors(rank)))
@@ -153,8 +153,6 @@ class DecentralizedMethod(TrainingMethod):
     state_is_own: ClassVar[bool] = True
     #: the method's theory needs W = W^T
     symmetric: ClassVar[bool] = False
-    #: weights are column stochastic
-    push: ClassVar[bool] = False
     #: an option of some; annotated here, it would be the first of all
     prox = cast("Proximal | None", None)
 
@@ -193,7 +191,7 @@ class DecentralizedMethod(TrainingMethod):
         phase = (step - 1) % self.topology.period(size)
         if self.symmetric:
             _check_symmetric(self.topology, size, type(self).__name__)
-        return network_of(self.topology, size, phase, rank, self.push)._replace(step=step)
+        return network_of(self.topology, size, phase, rank)._replace(step=step)
 
     def finish(self, x: Array, rate: float | None) -> Array:
         """Return a parameter from the array that :meth:`update` returned for it; ``rate`` is its

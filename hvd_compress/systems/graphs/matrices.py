@@ -37,13 +37,6 @@ def equal_in_weights(graph: Any) -> np.ndarray:
     return w / w.sum(axis=1, keepdims=True)
 
 
-def equal_out_weights(graph: Any) -> np.ndarray:
-    """Return column stochastic weights, by which each node divides itself equally among those that
-    it sends to and itself; a node needs to know nothing but how many these are."""
-    c = _sends(graph).T + np.eye(graph.number_of_nodes())
-    return c / c.sum(axis=0)
-
-
 def _sends(graph: Any) -> np.ndarray:
     """Return 1 in row i and column j where i sends to j."""
     n = graph.number_of_nodes()
@@ -71,17 +64,7 @@ def check_doubly_stochastic(w: np.ndarray) -> None:
         raise ConfigError(
             "the weights of this topology are not doubly stochastic, so ranks would not agree on "
             f"the average: sums of rows or columns are off 1 by {off:.1e} (of float32, give a "
-            "matrix in float64); give all nodes as many neighbours in as out, or use PushDIGing, "
-            "which takes any strongly connected directed graph"
-        )
-
-
-def check_columns(w: np.ndarray) -> None:
-    """Raise ``ConfigError`` unless columns add up to 1."""
-    if (off := _off(w, 0)) > _ROUNDING * len(w):
-        raise ConfigError(
-            f"PushDIGing needs weights whose columns add up to 1; these are off by {off:.1e}: "
-            "divide each column by its sum, in float64"
+            "matrix in float64); give all nodes as many neighbours in as out"
         )
 
 
@@ -107,7 +90,7 @@ def check_symmetric(w: np.ndarray, method: str) -> None:
     if abs(w - w.T).max() > _ROUNDING:
         raise ConfigError(
             f"{method} needs an undirected topology, such as 'cycle' or 'grid': use one, or "
-            "Diffusion, GradientTracking or PushDIGing, which take directed ones"
+            "Diffusion or GradientTracking, which take directed ones"
         )
 
 

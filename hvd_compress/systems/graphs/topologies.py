@@ -7,7 +7,6 @@ import ast
 import dataclasses
 import functools
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,18 +16,14 @@ from hvd_compress.config import (
     as_tuple,
     build,
     check_choice,
-    check_fraction,
-    check_seed,
     is_whole,
     lookup,
 )
 from hvd_compress.errors import ConfigError, SetupError
 from hvd_compress.systems.graphs.matrices import (
     check_brings_together,
-    check_columns,
     check_doubly_stochastic,
     equal_in_weights,
-    equal_out_weights,
     metropolis_hastings,
 )
 
@@ -74,10 +69,8 @@ class Topology(Configurable, abc.ABC, kind="graph"):
         """Return after how many steps the graph repeats."""
         return 1
 
-    def combination(self, graph: Any, push: bool) -> np.ndarray:
-        """Return the weights of one of the graphs, for methods of push-sum if ``push``."""
-        if push:
-            return equal_out_weights(graph)
+    def combination(self, graph: Any) -> np.ndarray:
+        """Return the weights of one of the graphs."""
         return equal_in_weights(graph) if graph.is_directed() else metropolis_hastings(graph)
 
     def graph(self, size: int, step: int = 0) -> Any:
@@ -94,11 +87,7 @@ class Topology(Configurable, abc.ABC, kind="graph"):
         Raises:
             ConfigError: the graph is not connected, or its weights are not doubly stochastic.
         """
-        return _weights(self, size, step % self.period(size), False).copy()
-
-    def push_weights(self, size: int, step: int = 0) -> np.ndarray:
-        """Return the column stochastic matrix of a step, for methods of push-sum."""
-        return _weights(self, size, step % self.period(size), True).copy()
+        return _weights(self, size, step % self.period(size)).copy()
 
 
 def _bare(topology: Topology, size: int, step: int) -> Any:
@@ -133,9 +122,9 @@ def _check_connected(topology: Topology, size: int) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _weights(topology: Topology, size: int, step: int, push: bool) -> np.ndarray:
-    w = topology.combination(_graph(topology, size, step), push)
-    (check_columns if push else check_doubly_stochastic)(w)
+def _weights(topology: Topology, size: int, step: int) -> np.ndarray:
+    w = topology.combination(_graph(topology, size, step))
+    check_doubly_stochastic(w)
     check_brings_together(w)
     return w
 
@@ -271,30 +260,6 @@ def _rounds(size: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class ErdosRenyi(Topology, name="erdos_renyi"):
-    """Each pair of ranks are neighbours with a probability.
-
-    Args:
-        p: the probability, in (0, 1].
-        seed: of the draw.
-
-    >>> sorted(ErdosRenyi(p=0.5, seed=1).graph(5).edges())
-    [(0, 1), (0, 4), (1, 2), (1, 3), (2, 4), (3, 4)]
-    """
-
-    p: float = 0.5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fraction("p", self.p)
-        check_seed(self.seed)
-
-    def edges(self, size: int, step: int) -> Any:
-        return networkx().gnp_random_graph(size, self.p, seed=self.seed)
-
-
-@dataclasses.dataclass(frozen=True)
 class Edges(Topology, name="edges"):
     """The edges that are given, as pairs of ranks, from sender to receiver if ``directed_edges``.
 
@@ -328,9 +293,8 @@ class Weights(Topology, name="weights"):
 
     Args:
         matrix: square, a row for each rank; row i has the weights of what rank i takes of the
-            others and of itself.  A NumPy array, a tensor, or rows of numbers.  Most methods need
-            columns and rows that add up to 1, those for undirected graphs a symmetric matrix,
-            and ``PushDIGing`` columns that do.
+            others and of itself.  A NumPy array, a tensor, or rows of numbers.  Columns and
+            rows have to add up to 1, and methods for undirected graphs need a symmetric matrix.
 
     >>> list(Weights([[0.5, 0.5], [0.5, 0.5]]).graph(2).edges())
     [(0, 1)]
@@ -368,30 +332,8 @@ class Weights(Topology, name="weights"):
         kind = nx.Graph if (w == w.T).all() else nx.DiGraph
         return kind([(int(j), int(i)) for i, j in np.argwhere(w)])
 
-    def combination(self, graph: Any, push: bool) -> np.ndarray:
+    def combination(self, graph: Any) -> np.ndarray:
         return np.array(self.matrix)
-
-
-def edges_from_file(path: str | Path, *, directed: bool = False) -> Edges:
-    """Return the topology of a text file with two ranks in each line; what follows a ``#`` is a
-    comment.
-
-    Args:
-        path: of the file.
-        directed: the first rank of a line sends to the second, and not the other way round.
-
-    Raises:
-        ConfigError: a line has something else.
-    """
-    pairs = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        if len(words) != 2 or not all(word.isdecimal() for word in words):
-            raise ConfigError(f"line {number} of {path} must have two ranks; it has {line!r}")
-        pairs.append((int(words[0]), int(words[1])))
-    return Edges(tuple(pairs), directed)
 
 
 def as_topology(topology: Any) -> Topology:
