@@ -22,7 +22,7 @@ class ServerOptimizer(Protocol):
         learning rates, one for each group of parameters; none means the optimizer's own."""
 
 
-class FormulaOptimizer:
+class ArrayOptimizer:
     """Steps by a formula, with a state for each parameter."""
 
     def __init__(self, formula: Formula) -> None:

@@ -21,7 +21,7 @@ from hvd_compress.systems.servers.messages import (
     arrays_of,
     bytes_of,
 )
-from hvd_compress.systems.servers.optimizers import FormulaOptimizer, ServerOptimizer
+from hvd_compress.systems.servers.optimizers import ArrayOptimizer, ServerOptimizer
 from hvd_compress.systems.servers.rules import Rules
 
 
@@ -64,7 +64,7 @@ class Server(ServerEnd):
         super().__init__(parameters, workers, rules)
         self.rules = rules
         self.optimizer: ServerOptimizer = (
-            FormulaOptimizer(optimizer) if isinstance(optimizer, Formula) else optimizer
+            ArrayOptimizer(optimizer) if isinstance(optimizer, Formula) else optimizer
         )
         self._version = 0
         self._base = dict.fromkeys(self.active, 0)  # the version that a worker has

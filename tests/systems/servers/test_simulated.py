@@ -20,7 +20,7 @@ from hvd_compress.systems.servers import (
     Simulation,
 )
 from hvd_compress.systems.servers.coding import LinkCoder
-from hvd_compress.systems.servers.optimizers import FormulaOptimizer
+from hvd_compress.systems.servers.optimizers import ArrayOptimizer
 from tests.systems.servers import Recorder
 
 
@@ -404,7 +404,7 @@ def test_optimizers_are_those_of_torch(ours, theirs):
     x = {"x": rng.standard_normal(20)}
     p = torch.nn.Parameter(torch.tensor(x["x"]))
     optimizer = getattr(torch.optim, name)([p], **options)
-    stepping = FormulaOptimizer(ours)
+    stepping = ArrayOptimizer(ours)
     for _ in range(5):
         g = rng.standard_normal(20)
         p.grad = torch.tensor(g)
