@@ -112,7 +112,7 @@ PAGES = (
     Page(
         "studies",
         "Studies",
-        (f"{ALL}.studies.measures", f"{ALL}.torch.studies", f"{ALL}.torch.studies.measures"),
+        (f"{ALL}.studies.measures", f"{ALL}.torch.studies.measures"),
     ),
 )
 #: names of modules that have no list, or that are there beside it: made when they are asked for, or
