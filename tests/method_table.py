@@ -160,7 +160,6 @@ ROWS = {
     "threshold": Row(Threshold(tau=1.5)),
     "threshold-sign": Row(Threshold(tau=0.25, send="sign")),
     "scalecom": Row(ScaleCom(density=0.05)),
-    "scalecom-low-pass": Row(ScaleCom(density=0.05, beta=0.25)),
     "oktopk": Row(OkTopk(density=0.05), encodes=False),
     "oktopk-two-steps": Row(OkTopk(density=0.3, threshold_every=2), encodes=False),
     "oktopk-float16": Row(OkTopk(density=0.1, values="float16", threshold_every=2), encodes=False),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from hvd_compress.chain import Chain, Transform, chain
-from hvd_compress.config import check_fraction
+from hvd_compress.chain import Chain, chain
 from hvd_compress.meetings import leader_top_k
 from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density
-from hvd_compress.transforms import error_feedback, low_pass_memory
+from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,16 +19,14 @@ class ScaleCom(Chained, name="scalecom"):
     Ranks whose accumulated gradients are alike would choose much the same elements; so one rank
     chooses for all, the values are summed, and traffic does not grow with the number of ranks.
 
-    State: ``residual`` with ``beta=1``, which is ordinary error feedback; else ``memory``, see
-    ``low_pass_memory``.  Sent: k values a tensor, and k packed indices at every N-th step.
+    State: ``residual``.  Sent: k values a tensor, and k packed indices at every N-th step.
 
     Options:
         density: fraction of elements to send, or a schedule.
-        beta: the part of what is left out that is kept; 0.1 makes ranks more alike where batches
-            and learning rates are large.
 
     Reference: Chen et al., NeurIPS 2020.  Differs from it in: the largest elements are those of the
-    whole tensor, where the paper takes one of each short run of elements.
+    whole tensor, where the paper takes one of each short run of elements; and all of what is left
+    out is kept, where the paper's filter keeps a part.
 
     Rank 0 chooses, then rank 1:
 
@@ -42,13 +39,7 @@ class ScaleCom(Chained, name="scalecom"):
     reference = "Chen et al., NeurIPS 2020"
 
     density: Density = 0.01
-    beta: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_fraction("beta", self.beta)
-        super().__post_init__()
 
     @functools.cached_property
     def blocks(self) -> Chain:
-        memory: Transform = error_feedback() if self.beta == 1 else low_pass_memory(self.beta)
-        return chain(memory, via=leader_top_k(self.density))
+        return chain(error_feedback(), via=leader_top_k(self.density))

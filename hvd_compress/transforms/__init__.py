@@ -6,7 +6,6 @@ from hvd_compress.transforms.clipping import clip_by_local_norm
 from hvd_compress.transforms.ef21 import ef21
 from hvd_compress.transforms.error_feedback import error_feedback
 from hvd_compress.transforms.fading_memory import fading_memory
-from hvd_compress.transforms.low_pass_memory import low_pass_memory
 from hvd_compress.transforms.majority_vote import majority_vote
 from hvd_compress.transforms.momentum import momentum_after_averaging, momentum_correction
 from hvd_compress.transforms.momentum_feedback import momentum_feedback
@@ -17,7 +16,6 @@ __all__ = [
     "ef21",
     "error_feedback",
     "fading_memory",
-    "low_pass_memory",
     "majority_vote",
     "momentum_after_averaging",
     "momentum_correction",

@@ -31,7 +31,6 @@ from hvd_compress.blocks import (
     ef21,
     error_feedback,
     fading_memory,
-    low_pass_memory,
     momentum_after_averaging,
     momentum_correction,
     moving_average,
@@ -311,7 +310,7 @@ def test_horovods_own_interface_says_what_to_write():
 def test_blocks_that_would_work_against_each_other():
     with pytest.raises(ConfigError, match=r"momentum_correction must stand before error_feed"):
         chain(error_feedback(), momentum_correction(0.9), via=allgather(top_k(0.1)))
-    for memory in (fading_memory(1.0), low_pass_memory(1.0), ef21()):
+    for memory in (fading_memory(1.0), ef21()):
         for gradients in (momentum_correction(0.9), moving_average(0.9), smoothing(0.9)):
             with pytest.raises(ConfigError, match=r"must stand before|must be the last"):
                 chain(memory, gradients, via=allgather(top_k(0.1)))

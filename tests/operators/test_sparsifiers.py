@@ -22,9 +22,7 @@ from hvd_compress import (
 from hvd_compress.backends import backend_of
 from hvd_compress.blocks import (
     chain,
-    error_feedback,
     leader_top_k,
-    low_pass_memory,
     plus_minus,
     threshold,
 )
@@ -148,35 +146,6 @@ def test_the_leader_chooses_by_hand():
     assert [outcome.state["residual"].tolist() for outcome in second] == [[5, 0], [1, 0]]
 
 
-def test_what_a_low_pass_memory_keeps():
-    """memory = 0.75 memory + 0.25 (memory + gradient - sent), by hand."""
-    world = World(ScaleCom(density=0.5, beta=0.25), 1)
-    outcome = world.exchange([np.array([8.0, 4])])[0]
-    assert outcome.mean.tolist() == [8, 0]
-    assert outcome.state["memory"].tolist() == [0, 1]
-    outcome = world.exchange([np.array([2.0, 4])])[0]
-    assert outcome.mean.tolist() == [0, 5]
-    assert outcome.state["memory"].tolist() == [0.5, 0.75]
-
-
-def test_a_low_pass_memory_with_beta_1_is_error_feedback():
-    via = leader_top_k(0.1)
-    worlds = [World(chain(t, via=via), 2) for t in (low_pass_memory(1), error_feedback())]
-    for step in range(5):
-        gradients = list(NORMAL[200 * step : 200 * step + 200].reshape(2, 100))
-        one, other = (world.exchange(gradients) for world in worlds)
-        np.testing.assert_array_equal(one[0].mean, other[0].mean)
-        np.testing.assert_array_equal(one[1].state["memory"], other[1].state["residual"])
-
-
-def test_a_low_pass_memory_of_what_was_sent_whole():
-    world = World(ScaleCom(density=1.0, beta=0.25), 1)
-    world.states["tensor"] = [{"memory": np.array([4.0, 0])}]
-    outcome = world.exchange([np.array([1.0, 2])])[0]
-    assert outcome.mean.tolist() == [5, 2]
-    assert outcome.state["memory"].tolist() == [3, 0]
-
-
 def test_ranks_take_turns_in_every_framework():
     gradients = np.random.default_rng(5).normal(size=(3, 40)).astype(np.float32)
     for make in (np.array, torch.from_numpy, tf.constant):
@@ -261,8 +230,6 @@ def test_indices_that_were_damaged_are_noticed():
         (lambda: threshold(float("nan")), "tau must be"),
         (lambda: plus_minus(-1), "tau must be"),
         (lambda: ScaleCom(density=0), "density must be"),
-        (lambda: ScaleCom(beta=0), "beta must be"),
-        (lambda: low_pass_memory(2), "beta must be"),
     ],
 )
 def test_bad_options_are_errors(make, words):
