@@ -25,7 +25,7 @@ class rule(Configurable, kind="block", name="rule"):
     Options:
         compressor: a method.
         names: a shell pattern of tensor names, such as ``"encoder.*.weight"``; "*" fits all.
-        min_size, max_size: numbers of elements, both included; ``None``: as many as there are.
+        min_size: the least number of elements.
         ndim: number of dimensions; ``None``: any.
 
     >>> fits = rule(TopK(), names="*.weight", min_size=100).fits
@@ -36,7 +36,6 @@ class rule(Configurable, kind="block", name="rule"):
     compressor: Compressor
     names: str = "*"
     min_size: int = 0
-    max_size: int | None = None
     ndim: int | None = None
 
     def __post_init__(self) -> None:
@@ -44,7 +43,7 @@ class rule(Configurable, kind="block", name="rule"):
         _check_method(self.compressor)
         if not isinstance(self.names, str):
             raise ConfigError(f"names must be a pattern such as '*.bias'; got {self.names!r}")
-        for option in ("min_size", "max_size", "ndim"):
+        for option in ("min_size", "ndim"):
             value = getattr(self, option)
             if not (is_whole(value) and value >= 0) and (value is not None or option == "min_size"):
                 raise ConfigError(f"{option} must be a whole number, 0 or more; got {value!r}")
@@ -54,7 +53,6 @@ class rule(Configurable, kind="block", name="rule"):
         return (
             fnmatch.fnmatchcase(name, self.names)
             and self.min_size <= size
-            and (self.max_size is None or size <= self.max_size)
             and self.ndim in (None, len(shape))
         )
 
