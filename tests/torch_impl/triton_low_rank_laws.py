@@ -91,7 +91,7 @@ def assert_steps(own, shapes, rank, seed=0, **options):
     [
         ([(5, 7), (1, 1)], 2, {"sends": True}),
         ([(260, 17)], 1, {}),
-        ([(3, 4100)], 2, {"keeps": False}),
+        ([(2, 4100)], 1, {"keeps": False}),
         ([(4, 20), (9, 33), (2, 3)], 3, {"bad": np.nan}),
         ([(6, 5), (3, 8)], 4, {"bad": np.inf, "sends": True}),
         ([(6, 35), (3, 8)], 1, {"bad": 3e38, "keeps": False}),
@@ -207,10 +207,10 @@ def test_a_bucket_is_eight_launches_and_waits_once(own, no_loads_ahead, by_trito
         # Their memory stays where it is.
         gradients = {f"{i}": torch.zeros(4, 6, device=DEVICE) for i in range(count)}
         with monkeypatch.context() as patch:
-            for number in range(3):
+            for number in range(2):
                 for x in gradients.values():
                     x.copy_(torch.tensor(random.standard_normal((4, 6)).astype(np.float32)))
-                if number == 2:
+                if number == 1:
                     patch.setattr(jit.KernelInterface, "__getitem__", counting)
                     patch.setattr(own, "from_numpy", uploads.append)
                 waits = waits_of(functools.partial(reducer.reduce, gradients))
@@ -222,7 +222,7 @@ def test_a_bucket_is_eight_launches_and_waits_once(own, no_loads_ahead, by_trito
 
 _TYPES = {
     "*i64": "addresses matrices",
-    "*i32": "rows blocks largest verdicts",
+    "*i32": "rows blocks largest unsure overflows",
     "*fp32": "q p total own alive",
     "*fp64": "shares",
     "fp32": "size",

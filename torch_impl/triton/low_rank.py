@@ -58,14 +58,16 @@ class PowerStep:
         self._column_blocks = self._blocks(m, self._wide)
         self._element_blocks = self._blocks(n * m, _WIDTH)
         self._sizes = (n * m).tolist()
-        self.rows, self._p = self._empty(2, int(ends[0, -1]))
-        self.own, self._q, self._new = self._empty(3, int(ends[1, -1]))
+        # Each array of its own, which is aligned: kernels would be compiled anew for others.
+        self.rows, self._p = (self._empty(int(ends[0, -1])) for _ in range(2))
+        self.own, self._q, self._new = (self._empty(int(ends[1, -1])) for _ in range(3))
         #: of a row of P^T in those before it
-        self._shares = self._empty(len(n), columns).double()
+        self._shares = self._empty(len(n) * columns).double()
         #: which columns of Q are not zero
-        self._alive = self._empty(len(n), columns)
-        #: largest magnitudes, as integers, and whether means are finite
-        self._largest, self._verdicts = self._empty(2, len(n)).int()
+        self._alive = self._empty(len(n) * columns)
+        #: largest magnitudes, as integers; of which matrices one has to look whether the mean is
+        #: finite, and of which it is not
+        self._largest, self._unsure, self._overflows = (self._empty(len(n)).int() for _ in "012")
 
     def left(self, columns: Sequence[Column]) -> torch.Tensor:
         with torch.cuda.device_of(self.rows):
@@ -118,20 +120,21 @@ class PowerStep:
             tables = self._tables(columns, to)
             kernels.decide[self._programs(self._matrices)](
                 *(self._matrices, total, self._new, self._alive),
-                *(self._largest, self._verdicts, self._size),
+                *(self._largest, self._unsure, self._overflows, self._size),
                 columns=self._columns,
                 width=_WIDTH // self._columns,
                 **_EXACT,
             )
             blocks = self._programs(self._element_blocks)
             kernels.look[blocks](
-                *(self._matrices, self._element_blocks, self._p, self._new, self._verdicts),
+                *(self._matrices, self._element_blocks, self._p, self._new),
+                *(self._unsure, self._overflows),
                 width=_WIDTH,
                 **_EXACT,
             )
             kernels.settle[blocks](
                 *(*tables, self._element_blocks, self._p, self._new, self.own),
-                *(self._alive, self._verdicts),
+                *(self._alive, self._overflows),
                 array=kernels.OUT if _keeps(columns) else kernels.X,
                 keeps=_keeps(columns),
                 sends=bool(to),
@@ -141,7 +144,7 @@ class PowerStep:
             )
         for array, own in zip(sent or (), to, strict=True):
             array[:] = to_numpy(own)
-        return to_numpy(self._verdicts) != kernels.NOT_FINITE.value
+        return to_numpy(self._overflows) == 0
 
     def _tables(
         self, columns: Sequence[Column], sent: Sequence[torch.Tensor] = ()
@@ -163,8 +166,8 @@ class PowerStep:
         # At once: whoever finds it later may be in another stream.
         return torch.from_numpy(np.ascontiguousarray(rows)).to(self._device)
 
-    def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, device=self._device)
+    def _empty(self, n: int) -> torch.Tensor:
+        return torch.empty(n, device=self._device)
 
     @staticmethod
     def _programs(table: torch.Tensor) -> tuple[int]:

@@ -16,8 +16,6 @@ from .task_kernels import SUMMED, taken
 
 #: rows that are added up in one go
 ROWS = tl.constexpr(256)
-#: about a mean: finite, finite unless a product is not, not finite
-FINE, UNSURE, NOT_FINITE = (tl.constexpr(i) for i in range(3))
 #: the arrays in the table of addresses
 X, OUT, RESIDUAL, FACTOR, SENT, ARRAYS = (tl.constexpr(i) for i in range(6))
 
@@ -169,7 +167,7 @@ def spoil(matrices, largest, p, width: tl.constexpr):
             tl.store(own + place, float("nan"), mask=place < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def orthonormal(
     matrices, total, p, shares, largest, size,
     columns: tl.constexpr, chunks: tl.constexpr, width: tl.constexpr,
@@ -239,13 +237,13 @@ def right(
     tl.store(q + _field(matrices, t, _Q) + k * m + j, total, mask=(k < rank) & (j < m))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def decide(
-    matrices, total, q, alive, largest, verdicts, size,
+    matrices, total, q, alive, largest, unsure, overflows, size,
     columns: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Write the mean of Q, given its sum over ``size`` ranks; which of its columns are not zero;
-    and whether P Q^T is finite, given the largest magnitude of P."""
+    and whether P Q^T is not finite, given the largest magnitude of P, or one has to look."""
     t = tl.program_id(0)
     m, rank, start = _short(matrices, t, _M), _short(matrices, t, _RANK), _field(matrices, t, _Q)
     k = tl.arange(0, columns)[:, None]
@@ -263,9 +261,9 @@ def decide(
     of_p, of_q = tl.load(largest + t), tl.max(of_rows)
     product = of_p.to(tl.float32, bitcast=True).to(tl.float64)
     product = product * of_q.to(tl.float32, bitcast=True).to(tl.float64) * rank.to(tl.float64)
-    is_finite = (of_p < INFINITY) & (of_q < INFINITY)
-    verdict = tl.where(product < _LARGE, FINE, tl.where(is_finite, UNSURE, NOT_FINITE))
-    tl.store(verdicts + t, verdict)
+    is_large, is_finite = (product < _LARGE) == 0, (of_p < INFINITY) & (of_q < INFINITY)
+    tl.store(unsure + t, (is_large & is_finite).to(tl.int32))
+    tl.store(overflows + t, (is_large & (is_finite == 0)).to(tl.int32))
 
 
 @triton.jit
@@ -281,21 +279,21 @@ def _product(p, q, at, inside, n, m, rank):
 
 
 @triton.jit
-def look(matrices, blocks, p, q, verdicts, width: tl.constexpr):
+def look(matrices, blocks, p, q, unsure, overflows, width: tl.constexpr):
     """Find out whether a block of P Q^T is finite, where it is not known."""
     t, block = taken(blocks)
-    if tl.load(verdicts + t) == UNSURE:
+    if tl.load(unsure + t) != 0:
         n, m, rank = _short(matrices, t, _N), _short(matrices, t, _M), _short(matrices, t, _RANK)
         p, q, lane = p + _field(matrices, t, _P), q + _field(matrices, t, _Q), tl.arange(0, width)
         inside = lane < n * m - block * width
         found = _product(p, q, block * width + lane, inside, n, m, rank)
         if tl.max(magnitudes(found)) >= INFINITY:
-            tl.atomic_max(verdicts + t, NOT_FINITE, sem="relaxed")
+            tl.atomic_max(overflows + t, 1, sem="relaxed")
 
 
 @triton.jit
 def settle(
-    addresses, matrices, blocks, p, q, own, alive, verdicts, array: tl.constexpr,
+    addresses, matrices, blocks, p, q, own, alive, overflows, array: tl.constexpr,
     keeps: tl.constexpr, sends: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Write a block of the average P Q^T, and of P ``own``^T, if it ``sends``; and where the
@@ -306,7 +304,7 @@ def settle(
     p, start, lane = p + _field(matrices, t, _P), _field(matrices, t, _Q), tl.arange(0, width)
     q, own, at = q + start, own + start, block * width + lane
     inside = lane < n * m - block * width
-    fine = tl.load(verdicts + t) != NOT_FINITE
+    fine = tl.load(overflows + t) == 0
     if keeps or sends:
         sent = _product(p, own, at, inside, n, m, rank)
         if sends:
