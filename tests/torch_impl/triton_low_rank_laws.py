@@ -207,10 +207,10 @@ def test_a_bucket_is_eight_launches_and_waits_once(own, no_loads_ahead, by_trito
         # Their memory stays where it is.
         gradients = {f"{i}": torch.zeros(4, 6, device=DEVICE) for i in range(count)}
         with monkeypatch.context() as patch:
-            for number in range(2):
+            for number in range(3):
                 for x in gradients.values():
                     x.copy_(torch.tensor(random.standard_normal((4, 6)).astype(np.float32)))
-                if number == 1:
+                if number == 2:
                     patch.setattr(jit.KernelInterface, "__getitem__", counting)
                     patch.setattr(own, "from_numpy", uploads.append)
                 waits = waits_of(functools.partial(reducer.reduce, gradients))
