@@ -48,7 +48,7 @@ def test_the_first_rule_that_fits_decides():
     chosen = partition(
         ("*.bias", "fp16"),
         rule(PowerSGD(rank=4), ndim=2, min_size=100),
-        rule(QSGD(), max_size=10),
+        rule(QSGD(), names="scale", ndim=1),
         otherwise=TopK,
     )
     assert chosen.for_tensor("fc.bias", (1000, 1000)) == FP16()
@@ -56,7 +56,8 @@ def test_the_first_rule_that_fits_decides():
     assert chosen.for_tensor("fc.weight", (10, 9)) == TopK()
     assert chosen.for_tensor("conv", (10, 10, 3)) == TopK()
     assert chosen.for_tensor("scale", (10,)) == QSGD()
-    assert chosen.for_tensor("scale", (11,)) == TopK()
+    assert chosen.for_tensor("scale", (10, 1)) == TopK()
+    assert chosen.for_tensor("shift", (10,)) == TopK()
     assert from_config(chosen.to_config()) == chosen
 
 
