@@ -39,8 +39,8 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from hvd_compress.config import Configurable, from_config
 from hvd_compress.errors import UnboundError, UnsupportedError
@@ -164,8 +164,8 @@ class Context(NamedTuple):
     """The circumstances of an exchange, in addition to the gradient.  All fields but ``rank`` and
     ``gradient_norm`` are equal on all ranks.
 
-    Of the tensor are ``name``, ``momentum``, ``nesterov``, ``scratch``, ``learning_rate``,
-    ``dtype`` and ``shape``; all else is of the step and the rank, and set once a step.
+    Of the tensor are ``name``, ``momentum``, ``nesterov``, ``learning_rate``, ``dtype`` and
+    ``shape``; all else is of the step and the rank, and set once per step.
 
     Attributes:
         name: the name of the tensor, unique within the model.
@@ -182,16 +182,11 @@ class Context(NamedTuple):
         dtype, shape: the gradient's dtype ("float16") and shape before conversion; set by
             ``Chain``.
         phase: the phase of the method, where ``step`` is a symbol.
-        scratch: what the method may keep for this tensor between steps besides the state, such as
-            memory to be used again; results must not depend on it, since it is neither saved nor
-            sent, and may be empty in any step.  ``None`` where nothing can be kept.
+        scratch: memory for the loops of graphs, which outlives the step; ``None`` elsewhere.
         in_place: the result may be written into the memory of the gradient.
         sparse: the ``mean`` of an outcome may be a :class:`Sparse`, of a flat array, without twice
             the same index.
         learning_rate: that of the optimizer's next step of this tensor; ``None`` if unknown.
-        needs_sent: somebody looks at what an outcome ``sent``, and at its ``mean``; else any array
-            of as many elements may stand for the one, and the direction of the step for the other,
-            which saves the memory of both in the first step.
 
     >>> context = Context(name="fc.weight", rank=1, size=4, step=7)
     >>> context._replace(rank=2).rank, context.epoch
@@ -215,10 +210,131 @@ class Context(NamedTuple):
     in_place: bool = False
     sparse: bool = False
     learning_rate: Any = None
-    needs_sent: bool = True
 
 
 Exchange = Generator[Request, Any, Outcome]
+
+
+class Tensors(NamedTuple):
+    """The tensors of a bucket in one step.
+
+    Attributes:
+        gradients: as they were given.
+        states: in which there may be other entries, too; and what stands in front of the keys there
+            (``prefix``).
+        momenta: of the optimizer.
+        flat: what is exchanged in the place of the gradients, as flat arrays; ``None``: these as
+            they are, of which :meth:`Plan.takes` has said that it can be.
+    """
+
+    gradients: Sequence[Array]
+    states: Sequence[Mapping[str, Array]]
+    prefix: str
+    momenta: Sequence[float]
+    flat: Sequence[Array] | None = None
+
+    def column(self, key: str) -> list[Array] | None:
+        """Return an entry of the state of each tensor; ``None`` if one has none."""
+        key = self.prefix + key
+        try:
+            return [state[key] for state in self.states]
+        except KeyError:
+            return None
+
+
+class Averages(NamedTuple):
+    """The result of the exchange of a bucket.
+
+    Attributes:
+        directions: of the optimizer's step, arrays like the gradients or ``Sparse``.
+        states: by tensor, those that are not written where the old ones are.
+        counts: how many elements were sent of each tensor, where :attr:`Plan.counts` does not say.
+    """
+
+    directions: Sequence[Array | Sparse]
+    states: Mapping[int, State]
+    counts: Any = None
+
+
+class Spec(NamedTuple):
+    """A tensor as a plan is made for it: name, shape, the weight of its place, and an array of the
+    kind that is exchanged."""
+
+    name: str
+    shape: tuple[int, ...]
+    weight: int
+    x: Array
+
+
+class Plan(abc.ABC):
+    """The exchange of a bucket: it is made once, and runs in every step until the bucket's tensors
+    or their places are others.
+
+    Attributes:
+        form: what has made it.
+        rank, size: of the step that it was made in.
+        names, shapes, weights: of the tensors, by the last of which they share bytes.
+        counts: how many elements are sent of each tensor; ``None`` if only the sender knows.
+        additive: see :class:`Outcome`.
+    """
+
+    counts: Sequence[int | None]
+    additive: bool = True
+
+    def __init__(self, form: Form, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+        self.form, self._key = form, key
+        self.rank, self.size = step.rank, step.size
+        self.names = tuple(spec.name for spec in specs)
+        self.shapes = [spec.shape for spec in specs]
+        self.weights = [spec.weight for spec in specs]
+
+    def is_for(self, form: Form, specs: Sequence[Spec], key: Hashable, step: Context) -> bool:
+        """Return whether this is the plan of these tensors in this step."""
+        if form is not self.form or key != self._key:
+            return False
+        if (step.rank, step.size) != (self.rank, self.size):
+            return False
+        own = zip(self.names, self.shapes, self.weights, strict=True)
+        return [spec[:3] for spec in specs] == [*own]
+
+    @abc.abstractmethod
+    def takes(self, tensors: Tensors) -> bool:
+        """Return whether gradients and states are of the kinds that the plan was made for, so that
+        neither has to be looked at one by one.  This is asked in every step of every bucket, so it
+        calls no function for each tensor."""
+
+    @abc.abstractmethod
+    def exchange(self, tensors: Tensors, step: Context) -> Generator[Request, Any, Averages]:
+        """Exchange the bucket; ``step`` has what is of the step, and nothing of a tensor.
+        Directions may be written into the gradients where ``step.in_place``; an entry of a state
+        that its owner replaces meanwhile stays as it was put."""
+
+
+class Form(Protocol):
+    """What a method is for whole buckets; see :mod:`hvd_compress.fused`."""
+
+    def place(self, gradient: Array, context: Context) -> Place | None:
+        """Return the place of a tensor, or ``None`` if it is exchanged by itself: its arrays are
+        not of a kind that the form takes, say."""
+
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> Plan:
+        """Return the plan of a bucket of these tensors, which have one key."""
+
+
+class Place(NamedTuple):
+    """The place of a tensor in the exchange of a bucket.
+
+    Attributes:
+        form: makes the plan; tensors of one form and key are exchanged together.
+        weight: the bytes of common messages are counted to tensors in proportion to it, from 1.
+        key: tensors that differ in it have plans of their own, for instance their dtype.
+        x: the gradient as it is exchanged, flat.
+    """
+
+    form: Form
+    weight: int
+    key: Hashable
+    x: Array
 
 
 class Compressor(Configurable, abc.ABC, kind="method"):
@@ -270,6 +386,11 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     @abc.abstractmethod
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
         """Average ``gradient`` over the ranks; see the module's docstring."""
+
+    def place(self, gradient: Array, context: Context) -> Place | None:
+        """Return the place of this tensor in the exchange of a bucket, which gives the same bits as
+        :meth:`exchange` for each of its tensors; ``None``: it has an exchange of its own."""
+        return None
 
     def encode(self, gradient: Array, state: State, context: Context) -> Encoded:
         """Return this rank's contribution as a message that stands alone, for a server or a

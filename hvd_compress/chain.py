@@ -14,8 +14,8 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Generator, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Generator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -27,14 +27,16 @@ from hvd_compress.base import (
     Context,
     Encoded,
     Exchange,
+    Form,
     Outcome,
+    Place,
     Sparse,
     State,
 )
 from hvd_compress.config import Configurable, as_tuple, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.operators.classes import Classes
-from hvd_compress.requests import Joint, Request
+from hvd_compress.requests import Request
 
 
 class Transform(Configurable, kind="block"):
@@ -91,62 +93,6 @@ class Transform(Configurable, kind="block"):
         """Return the direction of the optimizer's step, given the average, and the new state; both
         are equal on all ranks."""
         return mean, state
-
-
-class Repeated(NamedTuple):
-    """The tensors of a bucket in a step like the one before: gradients, states, in which there may
-    be other entries as well, what stands in front of the keys there, the optimizer's momentum for
-    each, the weights of their requests, and the scratch of the first tensor (see
-    :class:`Context`)."""
-
-    gradients: Sequence[Array]
-    states: Sequence[Mapping[str, Array]]
-    prefix: str
-    momenta: Sequence[float]
-    weights: Sequence[int]
-    scratch: dict[str, Any]
-
-    def column(self, key: str) -> list[Array] | None:
-        """Return an entry of the state of each tensor; ``None`` if one has none."""
-        key = self.prefix + key
-        try:
-            return [state[key] for state in self.states]
-        except KeyError:
-            return None
-
-
-class Joins(Protocol):
-    """A form that exchanges whole buckets; see :mod:`hvd_compress.fused`."""
-
-    def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
-        """Return a request whose reply is the outcome of the exchange of one tensor, or ``None`` if
-        it is exchanged by itself: its arrays are not of a kind that the form takes, say."""
-
-
-class Fused(Joins, Protocol):
-    """The form of a chain for whole buckets, which is the ``function`` of its requests.
-
-    Attributes:
-        sends_all: a tensor has as many elements sent as it has, not as many as its request weighs.
-    """
-
-    sends_all: ClassVar[bool]
-
-    def __call__(self, tensors: list[Any]) -> Generator[Request, Any, list[Outcome]]:
-        """The exchange of a bucket, given the arguments of its tensors' requests."""
-
-    def again(
-        self, tensors: Repeated, key: Hashable, context: Context
-    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], Mapping[int, State]]] | None:
-        """Return the exchange of a bucket for whose tensors :meth:`request` has asked with ``key``
-        and these weights in the step before, where nothing has changed but gradients and states;
-        ``None`` where these may be of another kind now.  It returns the directions of the
-        optimizer's step, and by tensor the states that are not written where the old ones are; an
-        entry that its owner replaces meanwhile stays as it was put.
-
-        What is done here for a tensor costs more than anything else in a step of many tensors, so
-        as little as possible is.  Directions may be written into the gradients, and ``context``
-        has what is of the step, and nothing of a tensor."""
 
 
 class Aggregated(NamedTuple):
@@ -210,7 +156,7 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
         """
         raise UnsupportedError(f"{self.name} takes all ranks to know what is sent")
 
-    def fused(self, transforms: Sequence[Transform], context: Context) -> Joins | None:
+    def fused(self, transforms: Sequence[Transform], context: Context) -> Form | None:
         """Return what a chain of ``transforms`` and this aggregator is for whole buckets, if there
         is such a form.  It may depend on the context's Nesterov flag and number of ranks, and on
         nothing else of it: momentum is a number that may change in every step."""
@@ -329,12 +275,6 @@ class Chain(Compressor, name="chain"):
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
         xp = backend_of(gradient)
         xp.check_gradient(gradient, context.in_place)
-        form = None if context.scratch is None else self._fused(context)
-        if form is not None:
-            # What tensors have in common is missing until it is made.
-            old = {key: state[key] for part in self._parts for key in part.keys if key in state}
-            if (joint := form.request(gradient, old, context)) is not None:
-                return (yield joint)
         sending = self._sending(gradient, state, context)
         aggregated = yield from self.via.aggregate(sending.x, sending.own, sending.context)
 
@@ -363,6 +303,13 @@ class Chain(Compressor, name="chain"):
             new_state = xp.choose(fits, lambda: new_state, lambda: old)
         additive = all(t.additive for t in self.transforms)
         return Outcome(mean, aggregated.sent, new_state, update, additive)
+
+    def place(self, gradient: Array, context: Context) -> Place | None:
+        if (form := self._form(context)) is None:
+            return None
+        xp = backend_of(gradient)
+        xp.check_gradient(gradient, context.in_place)
+        return form.place(gradient, context._replace(shape=xp.shape(gradient)))
 
     def encode(self, gradient: Array, state: State, context: Context) -> Encoded:
         if self._has_update:
@@ -424,7 +371,7 @@ class Chain(Compressor, name="chain"):
             state.update(own)
         return update, state
 
-    def _fused(self, context: Context) -> Joins | None:
+    def _form(self, context: Context) -> Form | None:
         token = context.nesterov, context.size
         if token not in self._forms:
             # Of two threads that make it at once, both take one: a bucket is of one form.
@@ -432,7 +379,7 @@ class Chain(Compressor, name="chain"):
         return self._forms[token]
 
     @functools.cached_property
-    def _forms(self) -> dict[Any, Joins | None]:
+    def _forms(self) -> dict[Any, Form | None]:
         return {}
 
     @functools.cached_property

@@ -8,16 +8,15 @@ import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import tensorflow as tf
 
 from hvd_compress.agreement import listed
-from hvd_compress.base import Compressor, Context
+from hvd_compress.base import Compressor, Context, Outcome
 from hvd_compress.config import is_number, is_whole
 from hvd_compress.engines.base import Engine
-from hvd_compress.engines.joining import BucketExchange
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.options import HorovodOptions
@@ -26,6 +25,7 @@ from hvd_compress.reduce import Reducer
 from hvd_compress.reduce.averages import averaged
 from hvd_compress.reduce.reducer import check_momentum
 from hvd_compress.reduce.state_file import lost
+from hvd_compress.requests import Request
 from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.stats import Record, Stats, norm_of_residual
 
@@ -563,7 +563,7 @@ def _list(option: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _averaged(name: str, x: tf.Tensor, size: int) -> BucketExchange:
+def _averaged(name: str, x: tf.Tensor, size: int) -> Generator[Request, Any, dict[str, Outcome]]:
     """The exchange of a bucket of one flat tensor, whose outcome is its mean."""
     return {name: (yield from averaged(x, size))}
 

@@ -72,6 +72,7 @@ class VariableStore:
         # gradients: they are in the state of the first.
         homes: dict[Kind, int] = {}
         self._home_of: list[int] = []
+        self.keys: list[tuple[str, ...]] = []  # of the states of dense gradients, by slot
         for i, slot in enumerate(self.slots):
             common = self.method_for(slot).common(tf.zeros(slot.shape, slot.dtype))
             self._home_of.append(homes.setdefault(look_of(common), i) if common else i)
@@ -82,6 +83,9 @@ class VariableStore:
             for i, slot in enumerate(self.slots):
                 name = re.sub(r"[^\w.-]", ".", slot.name)
                 own, common = self.initial(i)
+                self.keys.append(
+                    tuple(self.method_for(slot).init(tf.zeros(slot.shape, slot.dtype)))
+                )
                 self.states[str(i)] = {
                     key: _variable(x, f"{name}.{key}") for key, x in (own | common).items()
                 }
@@ -238,7 +242,8 @@ class BranchStore(Store):
         self.new[name] = {**self.new.get(name, {}), **state}
 
     def state_for(self, name: str, gradient: Any, method: Compressor) -> State:
-        return self.get(name)
+        state = self.get(name)
+        return {key: state[key] for key in self._store.keys[self._places[name]]}
 
     def _variables(self, name: str) -> dict[str, tf.Variable]:
         return self._store.states[str(self._places[name])]

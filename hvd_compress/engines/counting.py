@@ -3,23 +3,62 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
+from hvd_compress.engines.base import alone
+from hvd_compress.requests import Collective
 from hvd_compress.sharding import divided
 from hvd_compress.stats import Record
+from hvd_compress.times import phase
+
+
+def counted(
+    exchange: Generator[Any, Any, Any], record: Record, rank: int, size: int
+) -> Generator[Collective, Any, Any]:
+    """Run an exchange, and count the bytes that it sends and receives to ``record``."""
+    exchange, reply = alone(exchange), None
+    while True:
+        try:
+            with phase("other"):
+                request = exchange.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        record.bytes_sent += request.nbytes
+        reply = yield request
+        count(record, request, reply, rank, size)
+
+
+def count(record: Record, request: Collective, reply: Any, rank: int, size: int) -> None:
+    """Count what a request has sent beside its own bytes, and what it has received."""
+    sent, received = request.count(reply, rank, size)
+    if not isinstance(sent, int) or sent:  # a symbol and 0 would be a node of a graph
+        record.bytes_sent += sent
+    record.bytes_received += received
 
 
 def share_out(record: Record, records: Sequence[Record], weights: Sequence[int]) -> None:
     """Count the bytes of a common exchange to tensors, by their weights."""
-    bounds = [0, *itertools.accumulate(weights)]
+    bounds = np.array([0, *itertools.accumulate(weights)])
     sent, received = (_shares(n, bounds) for n in (record.bytes_sent, record.bytes_received))
     for own, its_sent, its_received in zip(records, sent, received, strict=True):
         own.bytes_sent = _plus(own.bytes_sent, its_sent)
         own.bytes_received = _plus(own.bytes_received, its_received)
+
+
+def _shares(n: Any, bounds: np.ndarray) -> Sequence[Any]:
+    """Return the parts of ``n``, a number or a symbol, between the bounds."""
+    is_number = isinstance(n, int)
+    if is_number and n * int(bounds[-1]) >= 2**63:
+        bounds = bounds.astype(object)
+    parts = divided(n, bounds[-1], bounds[:-1], bounds[1:])
+    if is_number:
+        found: list[int] = parts.tolist()
+        return found
+    return backend_of(n).unstack(parts)  # a few operations for all
 
 
 def _plus(count: Any, n: Any) -> Any:
@@ -27,52 +66,64 @@ def _plus(count: Any, n: Any) -> Any:
     return n if isinstance(count, int) and count == 0 else count + n
 
 
-def _shares(n: Any, bounds: Sequence[int]) -> Sequence[Any]:
-    """Return the parts of ``n`` between the bounds, of which the last one is the whole."""
-    if isinstance(n, int):
-        return [divided(n, bounds[-1], start, stop) for start, stop in itertools.pairwise(bounds)]
-    parts = divided(n, bounds[-1], np.array(bounds[:-1]), np.array(bounds[1:]))
-    return backend_of(n).unstack(parts)  # a symbol: a few operations for all
-
-
 class Tally:
-    """Counts steps of a bucket whose tensors do the same in each, for all of them at once.
+    """Counts the steps of a bucket for all of its tensors at once.
 
     Args:
+        names: of the tensors.
         weights: by which tensors share the bytes of a step.
         extents: the elements and bytes of their gradients, uncompressed.
-        sends_all: all elements are sent, not as many as the weights say.
+        counts: how many elements are sent of each; ``None`` where each step says it.
     """
 
     def __init__(
-        self, weights: Sequence[int], extents: Sequence[tuple[int, int]], sends_all: bool
+        self,
+        names: Sequence[str],
+        weights: Sequence[int],
+        extents: Sequence[tuple[int, int]],
+        counts: Sequence[int | None],
     ) -> None:
-        self.weights, self._extents, self._sends_all = weights, extents, sends_all
+        self._names, self.weights, self._extents = names, weights, extents
+        self._known = [0 if count is None else count for count in counts]
         self._bounds = np.array([0, *itertools.accumulate(weights)])
         self._clear()
 
     def _clear(self) -> None:
-        self._steps, self._bytes = 0, np.zeros((2, len(self.weights)), np.int64)
+        self._steps, self._sums = 0, np.zeros((3, len(self.weights)), np.int64)
+        self._symbols: list[list[Any]] = []  # the same of each step of a graph
 
-    def count(self, record: Record) -> None:
-        """Count a step, whose bytes ``record`` has."""
+    def count(self, record: Record, counts: Any = None) -> None:
+        """Count a step.
+
+        Args:
+            record: the bytes of all.
+            counts: how many elements were sent of each, where that was not known.
+        """
         self._steps += 1
-        for row, n in zip(self._bytes, (record.bytes_sent, record.bytes_received), strict=True):
-            fits = n * int(self._bounds[-1]) < 2**63
-            bounds = self._bounds if fits else self._bounds.astype(object)
-            row += divided(n, bounds[-1], bounds[:-1], bounds[1:]).astype(np.int64)
+        columns = [_shares(n, self._bounds) for n in (record.bytes_sent, record.bytes_received)]
+        columns.append([0] * len(self.weights) if counts is None else counts)
+        numbers = isinstance(record.bytes_sent, int) and isinstance(record.bytes_received, int)
+        if numbers:
+            self._sums += np.array(columns, np.int64)
+        else:
+            self._symbols.append(columns)
 
-    def settle(self, names: Sequence[str], records: dict[str, Record]) -> None:
+    def settle(self, records: dict[str, Record]) -> None:
         """Add what was counted to the records of the tensors."""
         if not self._steps:
             return
-        each = zip(names, self.weights, self._extents, self._bytes.T.tolist(), strict=True)
-        for name, weight, (elements, nbytes), (sent, received) in each:
-            record = records.setdefault(name, Record())
+        own = [records.setdefault(name, Record()) for name in self._names]
+        each = zip(own, self._extents, self._known, self._sums.T.tolist(), strict=True)
+        for record, (elements, nbytes), known, (sent, received, found) in each:
             record.steps += self._steps
             record.elements += self._steps * elements
             record.dense_bytes += self._steps * nbytes
-            record.elements_sent += self._steps * (elements if self._sends_all else weight)
+            record.elements_sent += self._steps * known + found
             record.bytes_sent += sent
             record.bytes_received += received
+        for columns in self._symbols:
+            for record, sent, received, found in zip(own, *columns, strict=True):
+                record.bytes_sent = _plus(record.bytes_sent, sent)
+                record.bytes_received = _plus(record.bytes_received, received)
+                record.elements_sent = _plus(record.elements_sent, found)
         self._clear()

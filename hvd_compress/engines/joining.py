@@ -12,50 +12,28 @@ matrices in another order than one matrix (``Backend.batches``).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hvd_compress.base import Outcome
-from hvd_compress.engines.counting import share_out
-from hvd_compress.requests import Batch, Collective, Joint, Request
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array, Context, Outcome, Place, Plan, Sparse, Spec, State, Tensors
+from hvd_compress.engines.counting import count, counted, share_out
+from hvd_compress.requests import Batch, Collective, Joint
 from hvd_compress.stats import Record
 from hvd_compress.times import phase
 
-BucketExchange = Generator[Collective, Any, dict[str, Outcome]]
 Round = Generator[Collective, Any, None]
 
 
 class Look(NamedTuple):
-    """The key by which a tensor falls into a bucket: the kind of its first request (requests of one
-    kind can be joined), whether all tensors of this kind belong into one bucket, and the bytes of
-    the uncompressed gradient."""
+    """The key by which a tensor falls into a bucket: the kind of its exchange (those of one kind
+    can be joined), whether all tensors of this kind belong into one bucket, the bytes of the
+    uncompressed gradient, and as text what must be the same on all ranks."""
 
     kind: Hashable
     together: bool
     nbytes: int
-
-
-class Form(NamedTuple):
-    """The common exchange of all tensors of a bucket, with their key and weights; see
-    :class:`hvd_compress.requests.Joint`."""
-
-    function: Any
-    key: Hashable
-    weights: tuple[int, ...]
-
-
-def form_of(members: Sequence[Member]) -> Form | None:
-    """Return the form of a bucket whose exchanges were one; ``None`` if they were not."""
-    one = members[0].first_request
-    weights: list[int] = []
-    if not isinstance(one, Joint) or one.together:
-        return None
-    for member in members:
-        request = member.first_request
-        if not isinstance(request, Joint) or request.kind != one.kind:
-            return None
-        weights.append(request.weight)
-    return Form(one.function, one.key, tuple(weights))
+    first: str
 
 
 class Member:
@@ -80,15 +58,9 @@ class Member:
         self.request: Any = None
         self.outcome: Outcome | None = None
         self.advance(None)
-        kind = None if self.request is None else self.request.kind
-        together = isinstance(self.request, Joint) and self.request.together
-        self.look = Look(kind, together, nbytes)
-        self.first_request = self.request
-
-    @property
-    def first(self) -> str:
-        """The properties of the first request that must be the same on all ranks, as text."""
-        return "" if self.first_request is None else self.first_request.describe()
+        first = self.request
+        kind, text = (None, "") if first is None else (first.kind, first.describe())
+        self.look = Look(kind, isinstance(first, Joint), nbytes, text)
 
     def advance(self, reply: Any) -> None:
         """Send the reply into the exchange; ``None`` before the first request."""
@@ -102,8 +74,99 @@ class Member:
                 self.record.bytes_sent += self.request.nbytes
 
 
-def joined(members: Sequence[Member], rank: int, size: int) -> BucketExchange:
-    """Run the exchange of a bucket; it returns the outcome of each member by name.
+class Placed:
+    """A tensor that is exchanged by the plan of its bucket.
+
+    Args:
+        name: the name of the tensor.
+        gradient, state: its arrays.
+        place: as its method has said.
+        momentum: of the optimizer.
+        nbytes: the bytes of the uncompressed gradient.
+
+    Attributes:
+        look: what decides about its bucket.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        gradient: Array,
+        state: State,
+        place: Place,
+        momentum: float,
+        nbytes: int = 0,
+    ) -> None:
+        self.name, self.gradient, self.state = name, gradient, state
+        self.place, self.momentum = place, momentum
+        text = f"joint work of weight {place.weight}"
+        self.look = Look((Placed, place.form, place.key), False, nbytes, text)
+
+
+Entry = Member | Placed
+
+
+def groups_of(entries: Sequence[Entry]) -> tuple[list[list[Placed]], list[Member]]:
+    """Return the tensors that have plans in common, and those that have exchanges of their own."""
+    groups: dict[Hashable, list[Placed]] = {}
+    for entry in entries:
+        if isinstance(entry, Placed):
+            groups.setdefault(entry.look.kind, []).append(entry)
+    return [*groups.values()], [entry for entry in entries if isinstance(entry, Member)]
+
+
+def plan_for(group: Sequence[Placed], step: Context, known: Plan | None = None) -> Plan:
+    """Return the plan of tensors that have one in common: the ``known`` one if it is for them."""
+    place, specs = group[0].place, []
+    for each in group:
+        shape = backend_of(each.gradient).shape(each.gradient)
+        specs.append(Spec(each.name, shape, each.place.weight, each.place.x))
+    if known is not None and known.is_for(place.form, specs, place.key, step):
+        return known
+    return place.form.plan(specs, place.key, step)
+
+
+def tensors_of(group: Sequence[Placed]) -> Tensors:
+    """Return the tensors of a bucket for its plan."""
+    return Tensors(
+        [each.gradient for each in group],
+        [each.state for each in group],
+        "",
+        [each.momentum for each in group],
+        [each.place.x for each in group],
+    )
+
+
+class Exchanged(NamedTuple):
+    """What has come of the exchange of a bucket by its plan; see :class:`Averages` for what it has
+    from there.
+
+    Attributes:
+        record: the bytes of the step.
+    """
+
+    plan: Plan
+    gradients: Sequence[Array]
+    directions: Sequence[Array | Sparse]
+    states: Mapping[int, State]
+    counts: Any
+    record: Record
+
+
+def exchanged(plan: Plan, tensors: Tensors, step: Context) -> Generator[Collective, Any, Exchanged]:
+    """Run the exchange of a bucket by its plan."""
+    record = Record()
+    exchange = counted(plan.exchange(tensors, step), record, step.rank, step.size)
+    directions, states, counts = yield from exchange
+    if tensors.flat is not None:  # whose owner may not have the states yet
+        states = {i: {**old, **states.get(i, {})} for i, old in enumerate(tensors.states)}
+    return Exchanged(plan, tensors.gradients, directions, states, counts, record)
+
+
+def joined(
+    members: Sequence[Member], rank: int, size: int
+) -> Generator[Collective, Any, dict[str, Outcome]]:
+    """Run the exchanges of tensors that have their own; return the outcome of each by name.
 
     Args:
         members: the same on all ranks, in the same order.
@@ -134,38 +197,16 @@ def _collective(group: Sequence[Member], rank: int, size: int) -> Round:
         kind = type(requests[0])
         replies = kind.cut(requests, (yield kind.join(requests)), rank)
     for member, request, reply in zip(group, requests, replies, strict=True):
-        sent, received = request.count(reply, rank, size)
-        if not isinstance(sent, int) or sent:  # a symbol and 0 would be a node of a graph
-            member.record.bytes_sent += sent
-        member.record.bytes_received += received
+        count(member.record, request, reply, rank, size)
         member.advance(reply)
 
 
 def _joint(group: Sequence[Member], rank: int, size: int) -> Round:
+    """Run an exchange that members have in common, which return what it has for each."""
     requests: list[Joint] = [member.request for member in group]
-    form = Form(requests[0].function, requests[0].key, tuple(r.weight for r in requests))
+    record, weights = Record(), [request.weight for request in requests]
     arguments = [request.argument for request in requests]
-    records = [member.record for member in group]
-    replies = yield from run_form(form, arguments, records, rank, size)
+    replies = yield from counted(requests[0].function(arguments), record, rank, size)
+    share_out(record, [member.record for member in group], weights)
     for member, reply in zip(group, replies, strict=True):
         member.advance(reply)
-
-
-def run_form(
-    form: Form, arguments: list[Any], records: Sequence[Record], rank: int, size: int
-) -> Generator[Collective, Any, Any]:
-    """Run the common exchange of a bucket, and return what it returns; its bytes are counted to all
-    tensors by their weights."""
-    record = Record()
-    outcome = yield from run_counted(form.function(arguments), record, rank, size)
-    share_out(record, records, form.weights)
-    return outcome
-
-
-def run_counted(
-    exchange: Generator[Request, Any, Any], record: Record, rank: int, size: int
-) -> Generator[Collective, Any, Any]:
-    """Run the common exchange of a bucket, and return what it returns."""
-    common = Member("", exchange, record)
-    yield from joined([common], rank, size)
-    return common.outcome

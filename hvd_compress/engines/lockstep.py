@@ -11,9 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Compressor, Context, Outcome, State
+from hvd_compress.base import Array, Compressor, Context, Outcome, Plan, State
 from hvd_compress.engines.base import alone
-from hvd_compress.engines.joining import Member, joined
+from hvd_compress.engines.joining import (
+    Entry,
+    Member,
+    Placed,
+    exchanged,
+    groups_of,
+    joined,
+    plan_for,
+    tensors_of,
+)
 from hvd_compress.errors import CompressionError
 from hvd_compress.stats import Record
 
@@ -63,7 +72,8 @@ class World:
     """Ranks in one process, which hold one state each for every tensor name.
 
     Methods run by their blocks, which are their definition; with ``fused=True`` whole buckets run
-    in one pass where they can, which is faster and gives the same bits.
+    in one pass where they can, which is faster and gives the same bits.  Of these an outcome has
+    the direction of the step as ``mean``, and ``None`` as what was ``sent``.
 
     Example:
         >>> import numpy as np
@@ -83,7 +93,7 @@ class World:
         self.record = Record()  # of all that rank 0 sent and received
         self.states: dict[str, list[State]] = {}
         self.steps: dict[str, int] = {}
-        self._scratch: dict[tuple[str, int], dict[str, Any]] | None = {} if fused else None
+        self._plans: dict[tuple[Any, ...], Plan] | None = {} if fused else None
 
     def exchange(
         self, gradients: Sequence[Array], name: str = "tensor", **context: Any
@@ -112,16 +122,33 @@ class World:
 
     def _joined(self, rank: int, gradients: Mapping[str, Array], context: dict[str, Any]) -> Any:
         """A rank's exchange of all tensors."""
-        members = []
+        entries: list[Entry] = []
         if self.compressor.needs_gradient_norm:
             norms = [float(backend_of(g).norm(g)) for g in gradients.values()]
             context = {"gradient_norm": math.hypot(*norms), **context}
         for name, gradient in gradients.items():
             method = self.compressor.for_tensor(name, backend_of(gradient).shape(gradient))
             step, state = self.steps.get(name, 0), self.states[name][rank]
-            common = Context(name, rank, self.size, step, self.epoch, self.seed)
-            if self._scratch is not None:
-                common = common._replace(scratch=self._scratch.setdefault((name, rank), {}))
-            exchange = method.exchange(gradient, state, common._replace(**context))
-            members.append(Member(name, exchange, self.record if rank == 0 else Record()))
-        return joined(members, rank, self.size)
+            common = Context(name, rank, self.size, step, self.epoch, self.seed)._replace(**context)
+            place = None if self._plans is None else method.place(gradient, common)
+            if place is not None:
+                entries.append(Placed(name, gradient, state, place, common.momentum))
+                continue
+            exchange = method.exchange(gradient, state, common)
+            entries.append(Member(name, exchange, self.record if rank == 0 else Record()))
+        return self._exchanged(entries, common)
+
+    def _exchanged(self, entries: list[Entry], step: Context) -> Any:
+        groups, members = groups_of(entries)
+        outcomes: dict[str, Outcome] = yield from joined(members, step.rank, step.size)
+        for group in groups:
+            assert self._plans is not None
+            key = step.rank, *(each.name for each in group)
+            plan = self._plans[key] = plan_for(group, step, self._plans.get(key))
+            found = yield from exchanged(plan, tensors_of(group), step)
+            if step.rank == 0:
+                self.record.bytes_sent += found.record.bytes_sent
+                self.record.bytes_received += found.record.bytes_received
+            for i, (name, x) in enumerate(zip(plan.names, found.directions, strict=True)):
+                outcomes[name] = Outcome(x, None, found.states[i], additive=plan.additive)
+        return outcomes

@@ -11,19 +11,28 @@ from __future__ import annotations
 import abc
 import dataclasses
 import threading
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Outcome, Sparse, State
-from hvd_compress.chain import Repeated, Transform, in_range
-from hvd_compress.fused.messages import stand_in
+from hvd_compress.base import (
+    Array,
+    Averages,
+    Context,
+    Place,
+    Plan,
+    Sparse,
+    Spec,
+    State,
+    Tensors,
+)
+from hvd_compress.chain import Transform, in_range
 from hvd_compress.fused.on_host import Memory, exchange_on_host
 from hvd_compress.kernels import Column, are_flat
 from hvd_compress.kernels.arrays import check_places
-from hvd_compress.requests import Collective, Joint, Request
+from hvd_compress.requests import Collective, Request
 
 _LOOPS = "hvd_compress.kernels"
 
@@ -34,45 +43,37 @@ def is_on_host(x: Array) -> bool:
     return found
 
 
-class Tensor(NamedTuple):
-    """One tensor of a bucket in one step: the gradient as it was given, flat as ``x``; the weight
-    of its request; and the context, of which what is of the step is the same for all tensors."""
-
-    gradient: Array
-    x: Array
-    state: State
-    weight: int
-    context: Context
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class InPlace(abc.ABC):
-    """The exchange of all tensors of a bucket; see :class:`hvd_compress.requests.Joint`, and
-    :class:`hvd_compress.chain.Fused` for its methods."""
+    """A form, see :class:`hvd_compress.base.Form`, whose plans are :class:`Bucket`."""
 
+    #: as many elements of a tensor are sent as it has, not as many as it weighs
     sends_all: ClassVar[bool] = True
     #: results may be sparse
     makes_sparse: ClassVar[bool] = False
     #: transforms without a state that come first
     before: tuple[Transform, ...]
 
-    def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
+    def place(self, gradient: Array, context: Context) -> Place | None:
         """Take float32."""
         xp = backend_of(gradient)
-        if context.scratch is None or context.sparse or xp.dtype(gradient) != "float32":
+        if (context.sparse and not self.makes_sparse) or xp.dtype(gradient) != "float32":
             return None
-        context = context._replace(shape=xp.shape(gradient))
         if None in context.shape or not xp.size(gradient):
             return None
         if (weight := self.weight(context)) is None:
             return None
-        x = xp.widen(gradient)
-        for transform in self.before:
-            x, _ = transform.update(x, {}, context)
+        x = self.flat(gradient, context)
         if not self.takes(x):
             return None
-        key = xp.__name__, getattr(x, "device", None)
-        return Joint(self, Tensor(gradient, x, state, weight, context), weight, key)
+        return Place(self, weight, (xp.__name__, getattr(x, "device", None)), x)
+
+    def flat(self, gradient: Array, context: Context) -> Array:
+        """Return what is exchanged of a gradient, flat."""
+        x = backend_of(gradient).widen(gradient)
+        for transform in self.before:
+            x, _ = transform.update(x, {}, context)
+        return x
 
     def takes(self, x: Array) -> bool:
         """Return whether a flat float32 array is in memory that this form is for."""
@@ -90,117 +91,75 @@ class InPlace(abc.ABC):
 
     @abc.abstractmethod
     def weight(self, context: Context) -> int | None:
-        """Return the weight of the request of a tensor of ``context.shape``, the same on all ranks;
-        ``None`` if it is not taken in this step."""
+        """Return the weight of a tensor of ``context.shape``, the same on all ranks; ``None`` if it
+        is not taken in this step."""
 
     @abc.abstractmethod
-    def made(self, tensors: list[Tensor]) -> Bucket:
-        """Return what is kept of a bucket."""
-
-    def __call__(self, tensors: list[Tensor]) -> Generator[Request, Any, list[Outcome]]:
-        xp, step = backend_of(tensors[0].x), tensors[0].context
-        if xp.traces:
-            return (yield from exchange_on_host(self, tensors, self.made(tensors)))
-        bucket = self._bucket(tensors)
-        states = {key: [flat(t.state[key]) for t in tensors] for key in bucket.keys}
-        gradients = [t.x for t in tensors]
-        out = gradients if step.in_place else [bucket.empty(x) for x in gradients]
-        momenta = [t.context.momentum for t in tensors]
-        arrays = Arrays(bucket, gradients, states, out, momenta, looked_at=step.needs_sent)
-        arrays.dtypes = [xp.dtype(t.gradient) for t in tensors]
-        finite = yield from bucket.meet(arrays, step)
-        outcomes, new = [], settled(arrays.by_tensor(), finite, arrays.new)
-        for i, (tensor, x) in enumerate(zip(tensors, out, strict=True)):
-            mean = in_place_of(tensor.gradient, x)
-            update, sent = None, stand_in((arrays.counts or bucket.counts)[i])
-            if arrays.sparse is not None:
-                mean = arrays.sparse[i]
-            if arrays.means is not None:
-                mean, update = _restored(arrays.means[i], tensor.gradient), mean
-            if arrays.sent is not None:
-                sent = _of_backend(arrays.sent[i], tensor.x)
-            outcomes.append(Outcome(mean, sent, new[i], update, self.additive))
-        return outcomes
-
-    def again(
-        self, tensors: Repeated, key: Hashable, context: Context
-    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], Mapping[int, State]]] | None:
-        bucket = tensors.scratch.get("bucket")
-        if self.before or bucket is None or bucket.form is not self:
-            return None
-        if context.sparse and not self.makes_sparse:
-            return None
-        if context.sums and not self.additive:
-            return None
-        if bucket.rank != context.rank or (states := bucket.states_of(tensors)) is None:
-            return None
-        return self._again(bucket, tensors, states, context)
-
-    def _again(
-        self, bucket: Bucket, tensors: Repeated, states: dict[str, list[Array]], context: Context
-    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], Mapping[int, State]]]:
-        gradients = tensors.gradients
-        arrays = Arrays(bucket, gradients, states, gradients, tensors.momenta)
-        finite = yield from bucket.meet(arrays, context)
-        directions = gradients if arrays.sparse is None else arrays.sparse
-        if arrays.new is None and all(finite):
-            return directions, {}
-        return directions, dict(enumerate(settled(arrays.by_tensor(), finite, arrays.new)))
-
-    def _bucket(self, tensors: list[Tensor]) -> Bucket:
-        """The record of a bucket between steps, in the first tensor's scratch."""
-        scratch = tensors[0].context.scratch
-        assert scratch is not None
-        bucket: Bucket | None = scratch.get("bucket")
-        # That of what a switch began with is of another form.
-        if bucket is None or bucket.form is not self or bucket.look != look_of(tensors):
-            bucket = scratch["bucket"] = self.made(tensors)
-        return bucket
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> Bucket:
+        """See :class:`hvd_compress.base.Form`."""
 
 
-class Bucket(abc.ABC):
-    """The record of a bucket.
+class Bucket(Plan):
+    """The plan of a bucket.
 
     Attributes:
         keys: of the states that are used.
-        counts: how many elements of each tensor are sent; ``None`` if only the sender knows.
+        sizes: of the tensors.
         requests: of an exchange in host memory, in their turn, with arrays like those that will be
             sent; a graph has to know them beforehand.
     """
 
+    form: Any
     keys: tuple[str, ...]
     requests: Sequence[Collective] = ()
     #: new states take the place of the old ones, also where others may look at these
     writes_states: ClassVar[bool] = True
 
-    def __init__(self, form: InPlace, tensors: list[Tensor]) -> None:
-        self.form, self.look = form, look_of(tensors)
-        self.rank, self.size = tensors[0].context.rank, tensors[0].context.size
-        self.shapes = [t.context.shape for t in tensors]
-        self.names = [t.context.name for t in tensors]
-        self.sizes = [backend_of(t.x).size(t.x) for t in tensors]
-        self.weights = [t.weight for t in tensors]
-        self.counts: Sequence[int | None] = self.sizes if form.sends_all else self.weights
-        self.memory: Memory | None = (tensors[0].context.scratch or {}).get("memory")
+    def __init__(self, form: InPlace, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+        super().__init__(form, specs, key, step)
+        self.sizes = [backend_of(spec.x).size(spec.x) for spec in specs]
+        self.counts = self.sizes if form.sends_all else self.weights
+        self.additive = form.additive
+        self._device = getattr(specs[0].x, "device", None)
+        #: of a graph
+        self.memory: Memory | None = (step.scratch or {}).get("memory")
 
     def sizes_of(self, key: str) -> list[int]:
         """Return the sizes of an entry of the states."""
         return self.sizes
 
-    def states_of(self, tensors: Repeated) -> dict[str, list[Array]] | None:
-        """Return the states of what may be the bucket's tensors, by key, in arrays that can be
-        written to; ``None`` if it is something else."""
-        device, states = self.look[1], {}
-        if self.weights != list(tensors.weights):
-            return None
-        if not are_flat(tensors.gradients, self.sizes, device):
-            return None
+    def takes(self, tensors: Tensors) -> bool:
+        if self.form.before or not are_flat(tensors.gradients, self.sizes, self._device):
+            return False
         for key in self.keys:
             column = tensors.column(key)
-            if column is None or not are_flat(column, self.sizes_of(key), device):
-                return None
-            states[key] = column
-        return states
+            if column is None or not are_flat(column, self.sizes_of(key), self._device):
+                return False
+        return True
+
+    def exchange(self, tensors: Tensors, step: Context) -> Generator[Request, Any, Averages]:
+        gradients, x = tensors.gradients, tensors.flat
+        xp, is_known = backend_of(gradients[0]), x is None
+        if xp.traces:
+            return (yield from exchange_on_host(self, tensors, step))
+        x = gradients if x is None else x
+        states = {key: tensors.column(key) or [] for key in self.keys}
+        if not is_known:
+            states = {key: [flat(each) for each in column] for key, column in states.items()}
+        out = x if step.in_place else [self.empty(each) for each in x]
+        arrays = Arrays(self, x, states, out, tensors.momenta)
+        if not is_known:
+            arrays.dtypes = [xp.dtype(gradient) for gradient in gradients]
+        finite = yield from self.meet(arrays, step)
+        directions: Sequence[Any] = out
+        if arrays.sparse is not None:
+            directions = arrays.sparse
+        elif out is not gradients:
+            directions = list(map(in_place_of, gradients, out))
+        new: dict[int, State] = {}
+        if not is_known or arrays.new is not None or not all(finite):
+            new = dict(enumerate(settled(arrays.by_tensor(), finite, arrays.new)))
+        return Averages(directions, new, arrays.counts)
 
     def empty(self, like: Array) -> Array:
         """Return memory for a result like ``like``."""
@@ -212,18 +171,15 @@ class Bucket(abc.ABC):
     def meet(
         self, arrays: Arrays, step: Context
     ) -> Generator[Request, Any, Sequence[bool] | np.ndarray]:
-        """Write results, states, and what was sent, if that is asked for; return of which tensors
-        they are finite."""
+        """Write results and states; return of which tensors they are finite."""
 
 
 class Views(NamedTuple):
-    """The arrays of a bucket as flat ones of NumPy, in the same memory, while nobody else runs; and
-    arrays for the averages, where somebody looks at these and they are not what is in ``out``."""
+    """The arrays of a bucket as flat ones of NumPy, in the same memory, while nobody else runs."""
 
     x: list[np.ndarray]
     out: list[np.ndarray]
     states: dict[str, list[np.ndarray]]
-    means: list[np.ndarray] | None
 
     def states_at(self, tensor: int, own: slice, keys: Sequence[str]) -> dict[str, np.ndarray]:
         """Return a run of elements of some entries of a tensor's state."""
@@ -234,9 +190,7 @@ class Arrays:
     """The arrays of a bucket in one step: gradients, states, and where the results are written.
 
     Attributes:
-        sent: what was sent of each tensor, to be set where ``looked_at``; else ``None``.
-        counts: how many elements of each tensor were sent, where weights do not say it.
-        means: see :class:`Views`.
+        counts: how many elements of each tensor were sent, where the plan does not say it.
         sparse: the averages, where they are not written.
         new: states that take the place of the old ones, where these are not written.
         dtypes: of the gradients.
@@ -249,21 +203,13 @@ class Arrays:
         states: dict[str, list[Array]],
         out: Sequence[Array],
         momenta: Sequence[float],
-        *,
-        looked_at: bool = False,
     ) -> None:
         self.gradients, self.momenta = gradients, momenta
-        self.sent: list[Any] | None = None
         self.sparse: list[Sparse] | None = None
         self.counts: list[int] | None = None
         self.new: list[State] | None = None
         self.dtypes = ["float32"]
-        self.means: list[np.ndarray] | None = None
         self._views: Views | None = None
-        if looked_at:
-            self.sent = [np.empty(n, np.float32) for n in bucket.sizes]
-            if bucket.form.finishes:
-                self.means = [np.empty(n, np.float32) for n in bucket.sizes]
         self.states = states
         sizes = [bucket.sizes, bucket.sizes, *map(bucket.sizes_of, bucket.keys)]
         self._parts = list(zip([gradients, out, *self.states.values()], sizes, strict=True))
@@ -303,14 +249,8 @@ class Arrays:
         columns = self.columns()
         if self._views is None:
             x, out, *states = (column.flat_on_host() for column in columns)
-            self._views = Views(x, out, dict(zip(self.states, states, strict=True)), self.means)
+            self._views = Views(x, out, dict(zip(self.states, states, strict=True)))
         return self._views
-
-
-def look_of(tensors: list[Tensor]) -> Any:
-    """Return what a bucket of these tensors is kept for."""
-    rank, device = tensors[0].context.rank, getattr(tensors[0].x, "device", None)
-    return rank, device, [(t.context.name, t.context.shape, t.weight) for t in tensors]
 
 
 class _Rooms(threading.local):
@@ -327,18 +267,6 @@ def room(n: int) -> np.ndarray:
     if _rooms.room.shape[1] < n:
         _rooms.room = np.empty((2, n), np.float32)
     return _rooms.room
-
-
-def _restored(mean: np.ndarray, gradient: Array) -> Array:
-    xp = backend_of(gradient)
-    return xp.restore(xp.from_numpy(mean, gradient), gradient)
-
-
-def _of_backend(sent: Any, like: Array) -> Any:
-    from_numpy = backend_of(like).from_numpy
-    if isinstance(sent, Sparse):
-        return Sparse(*(from_numpy(part, like) for part in sent))
-    return from_numpy(sent, like)
 
 
 def in_place_of(gradient: Array, x: Array) -> Array:

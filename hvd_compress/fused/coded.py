@@ -18,15 +18,15 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context
+from hvd_compress.base import Array, Context, Spec
 from hvd_compress.codecs import Codec
-from hvd_compress.fused.bucket import Arrays, Bucket, Tensor, Views, is_on_host, room
+from hvd_compress.fused.bucket import Arrays, Bucket, Views, is_on_host, room
 from hvd_compress.fused.code_messages import (
     CAUSES,
     FINE,
@@ -82,9 +82,9 @@ class FusedAlltoall(FusedCodes):
 
     is_whole = False
 
-    def made(self, tensors: list[Tensor]) -> Bucket:
-        kind = _Sharded if is_on_host(tensors[0].x) else ShardedOnDevice
-        return kind(self, tensors)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> Bucket:
+        kind = _Sharded if is_on_host(specs[0].x) else ShardedOnDevice
+        return kind(self, specs, key, step)
 
 
 class FusedAllgather(FusedCodes):
@@ -92,9 +92,9 @@ class FusedAllgather(FusedCodes):
 
     is_whole = True
 
-    def made(self, tensors: list[Tensor]) -> Bucket:
-        kind = _Whole if is_on_host(tensors[0].x) else WholeOnDevice
-        return kind(self, tensors)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> Bucket:
+        kind = _Whole if is_on_host(specs[0].x) else WholeOnDevice
+        return kind(self, specs, key, step)
 
 
 @contextlib.contextmanager
@@ -153,8 +153,10 @@ class _Bucket(StagedBucket, abc.ABC):
     #: elements of the longest part
     longest: int
 
-    def __init__(self, form: FusedCodes, tensors: list[Tensor]) -> None:
-        super().__init__(form, tensors)
+    def __init__(
+        self, form: FusedCodes, specs: Sequence[Spec], key: Hashable, step: Context
+    ) -> None:
+        super().__init__(form, specs, key, step)
         self.codecs = [form.codec.for_shape(shape) for shape in self.shapes]
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, Sequence[bool]]:
@@ -174,7 +176,7 @@ class _Bucket(StagedBucket, abc.ABC):
 
     def _fed(self, arrays: Arrays) -> _Fed | None:
         """Return residuals that can be; ``None`` if there is more to be done."""
-        if not self.is_only_taken_off(arrays):
+        if not self.form.stages.only_feeds_back:
             return None
         views, (key,) = arrays.views(), self.form.stages.keys
         kept = views.out
@@ -237,10 +239,6 @@ class _Bucket(StagedBucket, abc.ABC):
         with _decoding():
             return self.codecs[tensor].mean(codes, by, out, add)
 
-    def is_only_taken_off(self, arrays: Arrays) -> bool:
-        """Whether what was sent is taken off residuals, and nobody looks at it."""
-        return arrays.sent is None and self.form.stages.only_feeds_back
-
     def coded(
         self, arrays: Arrays, views: Views, part: Part, step: Context, fed: _Fed | None
     ) -> np.ndarray | Sums:
@@ -258,8 +256,10 @@ class _Bucket(StagedBucket, abc.ABC):
 class _Whole(_Bucket):
     """A bucket whose codes go to all ranks."""
 
-    def __init__(self, form: FusedCodes, tensors: list[Tensor]) -> None:
-        super().__init__(form, tensors)
+    def __init__(
+        self, form: FusedCodes, specs: Sequence[Spec], key: Hashable, step: Context
+    ) -> None:
+        super().__init__(form, specs, key, step)
         self._message = message_of_all(self.codecs, self.sizes, form.stages.feeds_back)
         self._frame = np.zeros(self._message.size, np.uint8)
         self.requests = [Gather(self._frame, equal_sizes=True)]
@@ -300,7 +300,7 @@ class _Whole(_Bucket):
         with np.errstate(over="ignore", invalid="ignore"):
             for i, part in enumerate(self._message.parts):
                 parts, out = [part] * len(frames), views.out[i]
-                if fed is None and not self.form.stages.transforms and arrays.sent is None:
+                if not self.form.stages.transforms:
                     finite.append(self.mean(parts, frames, flags, self.size, out, add=True))
                     continue
                 total, sent = room(self.longest)[:, : self.sizes[i]]
@@ -310,14 +310,12 @@ class _Whole(_Bucket):
                     fed.settle(i, fine)
                     np.divide(total, np.float32(self.size), out=out)
                     continue
-                if arrays.sent is not None:
-                    sent = arrays.sent[i]
                 off: Sent | None = None
-                if fine and self.is_only_taken_off(arrays):
+                if fine and self.form.stages.only_feeds_back:
                     off = self.off(part, self._frame)
-                elif fine or arrays.sent is not None:
+                elif fine:
                     self.take(part, self._frame, own, sent)
-                    off = sent if fine else None
+                    off = sent
 
                 def mean(out: np.ndarray, total: np.ndarray = total) -> None:
                     np.divide(total, np.float32(self.size), out=out)
@@ -329,8 +327,10 @@ class _Whole(_Bucket):
 class _Sharded(_Bucket):
     """A bucket of whose tensors every rank adds up a shard."""
 
-    def __init__(self, form: FusedCodes, tensors: list[Tensor]) -> None:
-        super().__init__(form, tensors)
+    def __init__(
+        self, form: FusedCodes, specs: Sequence[Spec], key: Hashable, step: Context
+    ) -> None:
+        super().__init__(form, specs, key, step)
         self.keys = (*self.keys, _O)
         self._division = division = Division(self.codecs, self.sizes, self.size)
         self._shards, self._owners = division.shards, division.owners
@@ -469,9 +469,8 @@ class _Sharded(_Bucket):
                     def mean(out: np.ndarray, message: _OfOne = message) -> None:
                         self.mean(*message, self.size, out)
 
-                    sent = self._sent(arrays, i, rank, fine)
-                    its = arrays.context(step, i)
-                    self.settle(views, i, own, its, sent if fine else None, mean)
+                    sent = self._sent(i, rank) if fine else None
+                    self.settle(views, i, own, arrays.context(step, i), sent, mean)
                 if fine:
                     owned = views.states[_O][i]
                     if self._foreign.pop(i, None) is not None:
@@ -479,17 +478,14 @@ class _Sharded(_Bucket):
                     owned[self._shards[i][self.rank]] = self._left[i]
         return finite
 
-    def _sent(self, arrays: Arrays, tensor: int, rank: int, fine: bool) -> Sent | None:
-        """Return what was sent of a shard, if somebody asks."""
-        part = self._messages[rank].parts[tensor]
-        if fine and tensor not in self._foreign and self.is_only_taken_off(arrays):
-            return self.off(part, self._frames[rank])
-        sent = room(self.longest)[1, : self._length(tensor, rank)]
-        if arrays.sent is not None:
-            sent = arrays.sent[tensor][part.own]
-        elif not (fine and self.form.stages.transforms):
+    def _sent(self, tensor: int, rank: int) -> Sent | None:
+        """Return what was sent of a shard, if the transforms ask."""
+        part, frame = self._messages[rank].parts[tensor], self._frames[rank]
+        if not self.form.stages.transforms:
             return None
-        frame = self._frames[rank]
+        if tensor not in self._foreign and self.form.stages.only_feeds_back:
+            return self.off(part, frame)
+        sent = room(self.longest)[1, : self._length(tensor, rank)]
         self.take(part, frame, self._messages[rank].flags(frame), sent)
         if (foreign := self._foreign.get(tensor)) is not None:
             sent -= foreign[part.own]

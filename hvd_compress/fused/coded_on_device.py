@@ -11,15 +11,15 @@ results are written at the end, where all ranks' values are finite.
 from __future__ import annotations
 
 import abc
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context
+from hvd_compress.base import Array, Context, Spec
 from hvd_compress.codecs import Codec
-from hvd_compress.fused.bucket import Arrays, Tensor
+from hvd_compress.fused.bucket import Arrays
 from hvd_compress.fused.code_messages import (
     FINE,
     NOT_FINITE,
@@ -79,10 +79,10 @@ class _OnDevice(StagedBucket, abc.ABC):
 
     form: Any  # FusedCodes
 
-    def __init__(self, form: Staged, tensors: list[Tensor]) -> None:
-        super().__init__(form, tensors)
+    def __init__(self, form: Staged, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+        super().__init__(form, specs, key, step)
         self.codecs = [self.form.codec.for_shape(shape) for shape in self.shapes]
-        self._loops = loops_of(tensors[0].x)
+        self._loops = loops_of(specs[0].x)
         ends = np.cumsum(self.sizes).tolist()
         #: of each tensor, where it is
         self.spans = [slice(end - n, end) for end, n in zip(ends, self.sizes, strict=True)]
@@ -136,11 +136,11 @@ def joined(arrays: Sequence[Array]) -> Array:
 class WholeOnDevice(_OnDevice):
     """A bucket whose codes go to all ranks."""
 
-    def __init__(self, form: Staged, tensors: list[Tensor]) -> None:
-        super().__init__(form, tensors)
+    def __init__(self, form: Staged, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+        super().__init__(form, specs, key, step)
         self._message = message_of_all(self.codecs, self.sizes, form.stages.feeds_back)
         self._frame = np.zeros(self._message.size, np.uint8)
-        self._codes = self.codes(range(len(self.sizes)), self.spans, tensors[0].x)
+        self._codes = self.codes(range(len(self.sizes)), self.spans, specs[0].x)
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, Sequence[bool]]:
         xp = backend_of(arrays.gradients[0])
@@ -173,14 +173,6 @@ class WholeOnDevice(_OnDevice):
         for i in np.flatnonzero(~known):
             total[self.spans[i]] = np.nan
         finite = self._codes.finite(total)
-        if arrays.sent is not None:
-            own = xp.full_like(x, 0.0)
-            made.decode(own)
-            sent, fine = xp.to_numpy(own), self._message.flags(self._frame) == FINE
-            arrays.sent = [
-                sent[span] if ok else np.full(span.stop - span.start, np.nan, np.float32)
-                for span, ok in zip(self.spans, fine, strict=True)
-            ]
         left = None
         if self.form.stages.transforms:
             made.take_off(x)
@@ -193,13 +185,13 @@ class WholeOnDevice(_OnDevice):
 class ShardedOnDevice(_OnDevice):
     """A bucket of whose tensors every rank adds up a shard."""
 
-    def __init__(self, form: Staged, tensors: list[Tensor]) -> None:
-        super().__init__(form, tensors)
+    def __init__(self, form: Staged, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+        super().__init__(form, specs, key, step)
         self.keys = (*self.keys, _O)
         self._division = Division(self.codecs, self.sizes, self.size)
         #: tensors and owners of all shards, and where they are
         self._pairs = [(i, r) for i, own in enumerate(self._division.owners) for r in own]
-        shards, like = self._division.shards, tensors[0].x
+        shards, like = self._division.shards, specs[0].x
         self._spans = [_behind(self.spans[i].start, shards[i][r]) for i, r in self._pairs]
         self._codes = self.codes([i for i, _ in self._pairs], self._spans, like)
         #: the tensors of which this rank has a shard, the shards, and these end to end
@@ -322,7 +314,7 @@ class ShardedOnDevice(_OnDevice):
         for (i, rank), span in zip(self._pairs, self._spans, strict=True):
             if flags[rank][i] == NOT_FINITE:
                 total[span] = np.nan
-        residual = self._residual(arrays, base, made)
+        residual = self._residual(base, made)
         gone = [i for i in self._foreign if finite[i]]
         zeros = [xp.full_like(total[self.spans[i]], 0.0) for i in gone]
         self.settle_all(arrays, total, residual, finite)
@@ -335,26 +327,19 @@ class ShardedOnDevice(_OnDevice):
         self._looked = _versions(arrays.states[_O])
         return finite
 
-    def _residual(self, arrays: Arrays, base: Array, made: Made) -> Array | None:
-        """Return what is left of what this rank has coded, in the place of ``base``; note what was
-        sent, if somebody asks."""
-        xp, feeds_back = backend_of(base), bool(self.form.stages.transforms)
-        if arrays.sent is None and not self._foreign:
-            if feeds_back:
-                made.take_off(base)
-            return base if feeds_back else None
+    def _residual(self, base: Array, made: Made) -> Array | None:
+        """Return what is left of what this rank has coded, in the place of ``base``."""
+        if not self.form.stages.transforms:
+            return None
+        if not self._foreign:
+            made.take_off(base)
+            return base
+        xp = backend_of(base)
         sent = xp.full_like(base, 0.0)
         made.decode(sent)
         for i, foreign in self._foreign.items():
             xp.add_scaled(sent[self.spans[i]], foreign, -1.0)
-        if arrays.sent is not None:
-            for (i, rank), span in zip(self._pairs, self._spans, strict=True):
-                message, frame = self._division.messages[rank], self._frames[rank]
-                if message.flags(frame)[i] == NOT_FINITE:
-                    sent[span] = np.nan
-            on_host = xp.to_numpy(sent)
-            arrays.sent = [on_host[span] for span in self.spans]
-        return xp.add_scaled(base, sent, -1.0) if feeds_back else None
+        return xp.add_scaled(base, sent, -1.0)
 
 
 def _behind(start: int, own: slice) -> slice:

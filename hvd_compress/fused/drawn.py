@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hvd_compress.backends import backend_of, numpy
-from hvd_compress.base import Context, Sparse
-from hvd_compress.fused.bucket import Arrays, Tensor
+from hvd_compress.base import Context, Sparse, Spec
+from hvd_compress.fused.bucket import Arrays
 from hvd_compress.fused.messages import scattered
 from hvd_compress.fused.stages import Staged, StagedBucket
 from hvd_compress.kernels.codecs import all_finite
@@ -44,15 +44,17 @@ class FusedDrawn(Staged):
     def weight(self, context: Context) -> int:
         return self.select.count(math.prod(context.shape), context)
 
-    def made(self, tensors: list[Tensor]) -> _Bucket:
-        return _Bucket(self, tensors)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Bucket:
+        return _Bucket(self, specs, key, step)
 
 
 class _Bucket(StagedBucket):
     form: FusedDrawn
 
-    def __init__(self, form: FusedDrawn, tensors: list[Tensor]) -> None:
-        super().__init__(form, tensors)
+    def __init__(
+        self, form: FusedDrawn, specs: Sequence[Spec], key: Hashable, step: Context
+    ) -> None:
+        super().__init__(form, specs, key, step)
         self._values = np.empty(sum(self.weights), np.float32)
         self.requests = [Sum(self._values, form.wire, form.algorithm)]
         self._longest = max(self.sizes)
@@ -95,8 +97,6 @@ class _Bucket(StagedBucket):
         values = self._by_tensor(numpy.round_to(self._values, self.form.wire))
         for i, (at, its_mean) in enumerate(zip(places, self._by_tensor(mean), strict=True)):
             finite.append(bool(np.isfinite(its_mean).all()))
-            if arrays.sent is not None:
-                arrays.sent[i] = Sparse(at, values[i].copy())
             self.settle(
                 *(views, i, slice(0, self.sizes[i]), arrays.context(step, i)),
                 *(Sparse(at, values[i]) if finite[i] else None, scattered(at, its_mean)),

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Sparse, State
-from hvd_compress.chain import Repeated
+from hvd_compress.base import Context, Sparse, Spec
 from hvd_compress.codecs import logarithmic
-from hvd_compress.fused.bucket import Arrays, Tensor
+from hvd_compress.fused.bucket import Arrays
 from hvd_compress.fused.messages import finite_of, gather_of, merged, message_of, part_of, scattered
 from hvd_compress.fused.stages import Staged, StagedBucket
 from hvd_compress.kernels import Column, Selection, Steps
@@ -57,23 +56,18 @@ class FusedElements(Staged):
         """Return whether options say how many elements are sent."""
         return self.select.count(1, context) is not None
 
-    def again(
-        self, tensors: Repeated, key: Hashable, context: Context
-    ) -> Generator[Request, Any, tuple[Sequence[Array | Sparse], Mapping[int, State]]] | None:
-        if not self.is_known(context):  # what is kept of a step has its numbers
-            return None
-        return super().again(tensors, key, context)
-
-    def made(self, tensors: list[Tensor]) -> _Bucket:
-        return _Bucket(self, tensors)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Bucket:
+        return _Bucket(self, specs, key, step)
 
 
 class _Bucket(StagedBucket):
     form: FusedElements
 
-    def __init__(self, form: FusedElements, tensors: list[Tensor]) -> None:
-        super().__init__(form, tensors)
-        is_known = form.is_known(tensors[0].context)
+    def __init__(
+        self, form: FusedElements, specs: Sequence[Spec], key: Hashable, step: Context
+    ) -> None:
+        super().__init__(form, specs, key, step)
+        is_known = form.is_known(step)
         self.counts = [k if is_known else None for k in self.weights]
         pairs = zip(self.sizes, self.weights, strict=True)
         self._selections: list[Selection] = []
@@ -99,11 +93,10 @@ class _Bucket(StagedBucket):
                 for rank, frame in enumerate(frames)
             ]
             finite, views = finite_of(self.sizes, theirs), arrays.views()
-            arrays.counts = [at.size for at in places]
-            parts = np.split(sent, np.cumsum(arrays.counts)[:-1])
+            counts = [at.size for at in places]
+            arrays.counts = counts if None in self.counts else None
+            parts = np.split(sent, np.cumsum(counts)[:-1])
             own = [Sparse(at, what) for at, what in zip(places, parts, strict=True)]
-            if arrays.sent is not None:
-                arrays.sent = own
             for i, mean in enumerate(merged(self.sizes, theirs)):
                 self.settle(
                     *(views, i, slice(0, self.sizes[i]), arrays.context(step, i)),

@@ -11,14 +11,14 @@ no second copy; and a step with a NaN or Inf on any rank leaves them as they wer
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvd_compress.base import Array, Context
+from hvd_compress.base import Array, Context, Spec
 from hvd_compress.chain import Transform
-from hvd_compress.fused.bucket import Arrays, Bucket, InPlace, Tensor
+from hvd_compress.fused.bucket import Arrays, Bucket, InPlace
 from hvd_compress.kernels import loops_of
 from hvd_compress.kernels.low_rank import matrix_shape
 from hvd_compress.requests import Request, Sum
@@ -56,21 +56,23 @@ class FusedLowRank(InPlace):
         n, m = matrix_shape(context.shape)
         return min(n, m, self.rank) * (n + m)
 
-    def made(self, tensors: list[Tensor]) -> _Bucket:
-        return _Bucket(self, tensors)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Bucket:
+        return _Bucket(self, specs, key, step)
 
 
 class _Bucket(Bucket):
     form: FusedLowRank
 
-    def __init__(self, form: FusedLowRank, tensors: list[Tensor]) -> None:
-        super().__init__(form, tensors)
+    def __init__(
+        self, form: FusedLowRank, specs: Sequence[Spec], key: Hashable, step: Context
+    ) -> None:
+        super().__init__(form, specs, key, step)
         self.keys = (_Q, _R) if form.feeds_back else (_Q,)
         shapes = [matrix_shape(shape) for shape in self.shapes]
         ranks = [min(*shape, form.rank) for shape in shapes]
         #: of the factors that are kept
         self._widths = [m * rank for (_, m), rank in zip(shapes, ranks, strict=True)]
-        like = tensors[0].x
+        like = specs[0].x
         self._step = loops_of(like).low_rank.PowerStep(shapes, ranks, self.size, like)
         self.requests = [Sum(self._step.rows), Sum(self._step.own)]
 
@@ -85,5 +87,5 @@ class _Bucket(Bucket):
             own = self._step.right(arrays.columns(), total)
         total = yield Sum(own)
         with phase("add_up"):
-            finite: np.ndarray = self._step.settle(arrays.columns(), total, arrays.sent)
+            finite: np.ndarray = self._step.settle(arrays.columns(), total)
         return finite

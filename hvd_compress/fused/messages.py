@@ -135,12 +135,6 @@ def merged(sizes: Sequence[int], theirs: Sequence[Entries]) -> list[Entries]:
     return [(places[a:b] - start, mean[a:b]) for start, a, b in rows]
 
 
-def stand_in(n: int | None) -> np.ndarray:
-    """Return an array of ``n`` elements that takes no memory, in the place of what was sent."""
-    assert n is not None
-    return np.broadcast_to(np.float32(0), n)
-
-
 def scattered(places: np.ndarray, values: np.ndarray) -> Callable[[np.ndarray], None]:
     """Return what writes an array with these elements, and zeros elsewhere."""
     return functools.partial(_scatter, places, values)

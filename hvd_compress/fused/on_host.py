@@ -18,20 +18,19 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvd_compress.backends import Output, backend_of
 from hvd_compress.backends.weak import weakly
-from hvd_compress.base import Array, Outcome, Sparse
+from hvd_compress.base import Array, Averages, Context, Spec, State, Tensors
 from hvd_compress.errors import ConfigError
-from hvd_compress.fused.messages import stand_in
 from hvd_compress.requests import Collective, Request
 
 if TYPE_CHECKING:
-    from hvd_compress.fused.bucket import Bucket, InPlace, Tensor
+    from hvd_compress.fused.bucket import Bucket
 
 #: of a context, what may be a symbol
 _SYMBOLS = ("step", "epoch", "gradient_norm", "learning_rate")
@@ -118,25 +117,26 @@ def _aligned(array: np.ndarray, n: int) -> np.ndarray:
 
 
 def exchange_on_host(
-    form: InPlace, tensors: Sequence[Tensor], bucket: Bucket
-) -> Generator[Request, Any, list[Outcome]]:
+    plan: Bucket, tensors: Tensors, step: Context
+) -> Generator[Request, Any, Averages]:
     """Run the exchange of a bucket of symbols, whose gradients are float32.
 
     Args:
-        form: the exchange, which the graph runs with arrays of NumPy.
-        bucket: of the symbols; it says what is requested, and has no other use.
+        plan: that of the symbols; it says what is requested, and has no other use.
+        tensors, step: see :class:`hvd_compress.base.Plan`.
     """
-    like, scratch = tensors[0].x, tensors[0].context.scratch
-    assert scratch is not None
-    xp, calls = backend_of(like), _Calls(form, tensors, bucket)
+    assert tensors.flat is not None
+    assert step.scratch is not None
+    like, scratch = tensors.flat[0], step.scratch
+    xp, calls = backend_of(like), _Calls(plan, tensors, step)
     # Graphs of a binding, and their branches, run one after the other; those of another number of
     # ranks never again.
-    kept, size = scratch.get(calls.bucket_of), tensors[0].context.size
-    if kept is None or kept["size"] != size:
+    kept = scratch.get(calls.bucket_of)
+    if kept is None or kept["size"] != step.size:
         memory = scratch.setdefault("memory", Memory())
-        kept = scratch[calls.bucket_of] = _Kept(memory=memory, size=size)
-    inputs, call = calls.inputs(tensors), calls.begin
-    for request in bucket.requests:
+        kept = scratch[calls.bucket_of] = _Kept(memory=memory, size=step.size)
+    inputs, call = calls.inputs(tensors, step), calls.begin
+    for request in plan.requests:
         outputs = [("int64", ()), *(_output(request, array) for array in request.arrays)]
         run, *sent = xp.on_host(weakly(kept, call), inputs, outputs, like)
         reply = yield request.carrying(sent)
@@ -145,31 +145,26 @@ def exchange_on_host(
         call = functools.partial(calls.go_on, is_list)
     call = functools.partial(calls.finish, is_list)
     results = iter(xp.on_host(weakly(kept, call), inputs, calls.outputs(tensors), like))
-    return calls.outcomes(results)
+    return calls.averages(results)
 
 
 class _Calls:
     """The functions that a graph calls; it keeps them for ever, so there is no symbol in them."""
 
-    def __init__(self, form: InPlace, tensors: Sequence[Tensor], bucket: Bucket) -> None:
-        self._form, step = form, tensors[0].context
-        self.bucket_of = "\n".join(["", *(tensor.context.name for tensor in tensors)])
-        self._keys, self._counts, self._copies = bucket.keys, bucket.counts, bucket.writes_states
-        # Somebody has to count what is sent, if options do not say it.
-        self._looked_at = step.needs_sent or None in bucket.counts
-        self._has_updates = self._looked_at and form.finishes
+    def __init__(self, plan: Bucket, tensors: Tensors, step: Context) -> None:
+        self._form, self._keys, self._momenta = plan.form, plan.keys, tensors.momenta
+        self.bucket_of = "\n".join(["", *plan.names])
+        self._copies, self._counts_too = plan.writes_states, None in plan.counts
         self._symbols = [field for field in _SYMBOLS if not _is_known(getattr(step, field))]
         none: dict[str, Any] = dict.fromkeys([*self._symbols, "scratch"])
-        self._tensors = []
-        for tensor in tensors:
-            context = tensor.context._replace(needs_sent=self._looked_at, **none)
-            self._tensors.append(tensor._replace(gradient=None, x=None, state={}, context=context))
+        self._step, self._shapes = step._replace(**none), plan.shapes
+        self._rows = [*zip(plan.names, plan.shapes, plan.weights, strict=True)]
 
-    def inputs(self, tensors: Sequence[Tensor]) -> list[Array]:
+    def inputs(self, tensors: Tensors, step: Context) -> list[Array]:
         """Return what the first of the functions takes."""
-        found = [getattr(tensors[0].context, field) for field in self._symbols]
-        for tensor in tensors:
-            found += [tensor.x, *(tensor.state[key] for key in self._keys)]
+        found = [getattr(step, field) for field in self._symbols]
+        for x, state in zip(tensors.flat or (), tensors.states, strict=True):
+            found += [x, *(state[key] for key in self._keys)]
         return found
 
     def begin(self, kept: _Kept, *arrays: np.ndarray) -> list[Any]:
@@ -178,14 +173,23 @@ class _Calls:
         now = {field: next(each).item() for field in self._symbols}
         with kept.during_call():
             copy = kept["memory"].copy if self._copies else np.ravel
-            own = []
-            for tensor in self._tensors:
-                x, context = next(each), tensor.context._replace(scratch=kept, **now)
-                state = {key: copy(next(each)) for key in self._keys}
-                gradient = x.reshape(context.shape)
-                own.append(tensor._replace(gradient=gradient, x=x, state=state, context=context))
+            flat, states = [], []
+            for _ in self._rows:
+                flat.append(next(each))
+                states.append({key: copy(next(each)) for key in self._keys})
+            gradients = [x.reshape(shape) for x, shape in zip(flat, self._shapes, strict=True)]
+            step = self._step._replace(scratch=kept, **now)
+            plan, specs = (
+                kept.get("plan"),
+                [Spec(*r, x) for r, x in zip(self._rows, flat, strict=True)],
+            )
+            if plan is None or not plan.is_for(self._form, specs, None, step):
+                plan = kept["plan"] = self._form.plan(specs, None, step)
             kept.run += 1
-            kept["waiting"] = self._form(own)  # what waited, if a step has failed, is forgotten
+            tensors = Tensors(gradients, states, "", self._momenta, flat)
+            kept["states"] = states
+            # What waited, if a step has failed, is forgotten.
+            kept["waiting"] = plan.exchange(tensors, step)
             return [np.int64(kept.run), *_arrays_of(next(kept["waiting"]))]
 
     def go_on(self, is_list: bool, kept: _Kept, run: Any, *replies: np.ndarray) -> list[Any]:
@@ -197,55 +201,47 @@ class _Calls:
     def finish(self, is_list: bool, kept: _Kept, run: Any, *replies: np.ndarray) -> list[Any]:
         """Return the results of an exchange, one tensor after the other."""
         with kept.during_call():
-            waiting = self._waiting(kept, run)
+            waiting, states = self._waiting(kept, run), kept.pop("states")
             del kept["waiting"]
             try:
                 waiting.send(list(replies) if is_list else replies[0])
             except StopIteration as stop:
-                return [x for outcome in stop.value for x in self._results_of(outcome)]
-        raise AssertionError("an exchange has requests of which its bucket does not know")
+                return self._results_of(stop.value, states)
+        raise AssertionError("an exchange has requests of which its plan does not know")
 
     @staticmethod
-    def _waiting(kept: _Kept, run: Any) -> Generator[Request, Any, list[Outcome]]:
+    def _waiting(kept: _Kept, run: Any) -> Generator[Request, Any, Averages]:
         """Return the exchange of this number, unless another has begun in between."""
         if kept.run != run or "waiting" not in kept:
             raise _two_at_once()
         return kept["waiting"]
 
-    def _results_of(self, outcome: Outcome) -> Iterator[Array]:
-        yield outcome.mean
-        yield from (outcome.state[key] for key in self._keys)
-        if self._has_updates:
-            yield outcome.direction
-        if self._looked_at:
-            yield from [outcome.sent] if self._form.sends_all else outcome.sent
+    def _results_of(self, averages: Averages, states: list[State]) -> list[Array]:
+        found: list[Array] = [np.array(averages.counts, np.int64)] if self._counts_too else []
+        for i, (direction, state) in enumerate(zip(averages.directions, states, strict=True)):
+            own = averages.states.get(i, state)
+            found += [direction, *(own[key] for key in self._keys)]
+        return found
 
-    def outputs(self, tensors: Sequence[Tensor]) -> list[Output]:
+    def outputs(self, tensors: Tensors) -> list[Output]:
         """Return what a graph has to know of these results."""
-        xp, found = backend_of(tensors[0].x), []
-        for tensor, count in zip(tensors, self._counts, strict=True):
-            mean = "float32", xp.shape(tensor.gradient)
-            states = [tensor.state[key] for key in self._keys]
-            found += [mean, *(("float32", xp.shape(state)) for state in states)]
-            found += [mean] if self._has_updates else []
-            indices = [] if self._form.sends_all else [("int64", count)]
-            found += [*indices, ("float32", count)] if self._looked_at else []
+        xp = backend_of(tensors.gradients[0])
+        found: list[Output] = [("int64", (len(self._rows),))] if self._counts_too else []
+        for gradient, state in zip(tensors.gradients, tensors.states, strict=True):
+            shapes = [xp.shape(gradient), *(xp.shape(state[key]) for key in self._keys)]
+            found += [("float32", shape) for shape in shapes]
         return found
 
-    def outcomes(self, results: Iterator[Array]) -> list[Outcome]:
-        """Return the outcomes that consist of these results."""
-        found = []
-        for count in self._counts:
-            mean, state = next(results), {key: next(results) for key in self._keys}
-            update = next(results) if self._has_updates else None
-            if not self._looked_at:
-                sent: Any = stand_in(count)
-            elif self._form.sends_all:
-                sent = next(results)
-            else:
-                sent = Sparse(next(results), next(results))
-            found.append(Outcome(mean, sent, state, update, self._form.additive))
-        return found
+    def averages(self, results: Iterator[Array]) -> Averages:
+        """Return these results."""
+        counts, directions, states = None, [], {}
+        if self._counts_too:
+            symbol = next(results)
+            counts = backend_of(symbol).unstack(symbol)
+        for i in range(len(self._rows)):
+            directions.append(next(results))
+            states[i] = {key: next(results) for key in self._keys}
+        return Averages(directions, states, counts)
 
 
 def _is_known(value: Any) -> bool:

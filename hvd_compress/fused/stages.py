@@ -8,14 +8,14 @@ processor's caches.  The transforms are those of the blocks, and so are the bits
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from hvd_compress.base import Context, Sparse, State
+from hvd_compress.base import Context, Sparse, Spec, State
 from hvd_compress.chain import Transform
-from hvd_compress.fused.bucket import Bucket, InPlace, Tensor, Views, room
+from hvd_compress.fused.bucket import Bucket, InPlace, Views, room
 from hvd_compress.transforms import error_feedback
 
 #: elements of a part
@@ -160,8 +160,8 @@ class StagedBucket(Bucket):
 
     form: Staged
 
-    def __init__(self, form: Staged, tensors: list[Tensor]) -> None:
-        super().__init__(form, tensors)
+    def __init__(self, form: Staged, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+        super().__init__(form, specs, key, step)
         self.keys = form.stages.keys
 
     def passed_on(
@@ -194,8 +194,6 @@ class StagedBucket(Bucket):
         if sent is not None and not makes_it:  # states first, since out may be the gradient
             stages.settle(x, states, step, sent)
         mean(average)
-        if views.means is not None:
-            views.means[tensor][own] = average
         if sent is not None and makes_it:
             stages.settle(x, states, step, sent, average, out)
 

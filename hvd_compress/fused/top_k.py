@@ -20,14 +20,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Sparse, State
+from hvd_compress.base import Array, Context, Place, Sparse, Spec, State
 from hvd_compress.codecs import logarithmic
-from hvd_compress.fused.bucket import Arrays, Bucket, InPlace, Tensor
+from hvd_compress.fused.bucket import Arrays, Bucket, InPlace
 from hvd_compress.fused.kept import Kept, spares
 from hvd_compress.fused.messages import Entries, finite_of, gather_of, merged, message_of, part_of
 from hvd_compress.kernels import Column, Steps, loops_of
 from hvd_compress.operators import top_k
-from hvd_compress.requests import Joint, Request
+from hvd_compress.requests import Request
 from hvd_compress.times import phase
 from hvd_compress.transforms import momentum_correction
 
@@ -57,38 +57,33 @@ class FusedTopK(InPlace):
     def weight(self, context: Context) -> int | None:
         return part_of(self.select, self.values, context)
 
-    def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
-        """See :class:`hvd_compress.chain.Fused`: arrays are taken that are float32, or half
+    def place(self, gradient: Array, context: Context) -> Place | None:
+        """See :class:`hvd_compress.base.Form`: arrays are taken that are float32, or half
         precisions widened to it, that there are loops for, and of which a part is sent."""
-        xp = backend_of(gradient)
-        context = context._replace(shape=xp.shape(gradient))
-        if context.scratch is None or (k := self.weight(context)) is None:
+        if (k := self.weight(context)) is None:
             return None
-        x = xp.widen(gradient)
-        for transform in self.before:
-            x, _ = transform.update(x, {}, context)
-        if (key := _key(gradient, x, context)) is None:
-            return None
-        return Joint(self, Tensor(gradient, x, state, k, context), weight=k, key=key)
+        x = self.flat(gradient, context)
+        key = _key(gradient, x, context)
+        return None if key is None else Place(self, k, key, x)
 
-    def made(self, tensors: list[Tensor]) -> _Bucket:
-        return _Bucket(self, tensors)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Bucket:
+        return _Bucket(self, specs, key, step)
 
 
 class _Bucket(Bucket):
     form: FusedTopK
     writes_states = False
 
-    def __init__(self, form: FusedTopK, tensors: list[Tensor]) -> None:
-        super().__init__(form, tensors)
+    def __init__(
+        self, form: FusedTopK, specs: Sequence[Spec], key: Hashable, step: Context
+    ) -> None:
+        super().__init__(form, specs, key, step)
         self.keys = (_R,) if form.correction is None else (_R, _V)
-        self._loops = loops_of(tensors[0].x)
+        self._loops = loops_of(specs[0].x)
         self._spares = spares()
         self._selection = self._loops.Selection(self.sizes, self.weights)
         self._message = message_of(form.values, form.indices, sum(self.sizes), self.weights)
         self.requests = [gather_of(self._message)]
-        #: what is taken off an index into all tensors, by entry
-        self._shifts = np.repeat(np.cumsum([0, *self.sizes[:-1]]), self.weights)
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
         correction = self.form.correction
@@ -136,8 +131,6 @@ class _Bucket(Bucket):
                 arrays.sparse = [Sparse(*(xp.from_numpy(x, like) for x in own)) for own in means]
             else:
                 self._loops.add_up(arrays.columns()[1], *zip(*theirs, strict=True), self.size)
-        if arrays.sent is not None:
-            arrays.sent = list(map(Sparse, *(self._cut(x) for x in (indices - self._shifts, sent))))
         return finite
 
     def _kept(self, arrays: Arrays, step: Context) -> Kept | None:
@@ -179,9 +172,6 @@ class _Bucket(Bucket):
         if kept is not None and not finite.all():
             kept.put_back(np.flatnonzero(~finite).tolist())
         self._selection.settle(steps, indices, remaining, masking, finite)
-
-    def _cut(self, x: np.ndarray) -> list[np.ndarray]:
-        return np.split(x, np.cumsum(self.weights)[:-1])
 
     def _fits(self, theirs: list[Entries], like: Array, dtypes: Sequence[str]) -> np.ndarray:
         """Return which gradients have room for the averages, which are of residuals, too."""

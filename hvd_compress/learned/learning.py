@@ -208,7 +208,7 @@ class Learned(Aggregator):
         xp = backend_of(x)
         device = None if xp.traces else str(getattr(x, "device", None))
         kind = xp.dtype(x), device
-        return (yield Joint(_aggregate_together, part, part.k, kind, together=True))
+        return (yield Joint(_aggregate_together, part, part.k, kind))
 
     def _aggregate_all(
         self, parts: Sequence[CodedTensor]

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Coding, Context, Encoded, Sparse, State
-from hvd_compress.chain import Aggregated, Aggregator, Joins, Transform
+from hvd_compress.base import Array, Coding, Context, Encoded, Form, Sparse, State
+from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.codecs import Codec, logarithmic
 from hvd_compress.config import check_choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
@@ -109,7 +109,7 @@ class allgather(Aggregator, name="allgather"):
         codes = self.values.classes(d if k is None else k)
         return codes if k == d else codes.after_selecting(self.select.kept(d, context))
 
-    def fused(self, transforms: Sequence[Transform], context: Context) -> Joins | None:
+    def fused(self, transforms: Sequence[Transform], context: Context) -> Form | None:
         if isinstance(self.select, Codec):
             return FusedAllgather.of(transforms, context, self.select)
         if not isinstance(self.values, str | logarithmic) or self.algorithm != "allgather":

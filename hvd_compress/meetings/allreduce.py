@@ -7,8 +7,8 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Coding, Context, State
-from hvd_compress.chain import Aggregated, Aggregator, Fused, Transform
+from hvd_compress.base import Array, Coding, Context, Form, State
+from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.config import check_choice
 from hvd_compress.fused import FusedDrawn, FusedSum
 from hvd_compress.meetings.averaging import summed
@@ -73,7 +73,7 @@ class allreduce(Aggregator, name="allreduce"):
             return IDENTITY
         return (self.select.scaled_classes if self.unbiased else self.select.classes)(d, context)
 
-    def fused(self, transforms: Sequence[Transform], context: Context) -> Fused | None:
+    def fused(self, transforms: Sequence[Transform], context: Context) -> Form | None:
         # Of half precisions, which take another way, only the aggregator knows what is sent.
         wire = None if self.wire == "gradient" else self.wire
         if self.select is not None:
@@ -87,7 +87,7 @@ class allreduce(Aggregator, name="allreduce"):
             _, nesterov = momentum.in_use(context)
         if any(type(t).finish is not Transform.finish or t.keys for t in before):
             return None
-        return FusedSum(tuple(before), momentum, nesterov, wire, self.algorithm, context.size)
+        return FusedSum(tuple(before), momentum, nesterov, wire, self.algorithm)
 
     def _wire(self, context: Context) -> str | None:
         if self.wire != "gradient":

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from hvd_compress.base import Array, Coding, Context, State
-from hvd_compress.chain import Aggregated, Aggregator, Joins, Transform
+from hvd_compress.base import Array, Coding, Context, Form, Place, Plan, Spec, State
+from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.meetings.averaging import summed
 from hvd_compress.meetings.whole import whole
-from hvd_compress.requests import Joint, Request
+from hvd_compress.requests import Request
 from hvd_compress.schedules import Start, as_start, started
 
 
@@ -68,7 +68,7 @@ class dense_until(Aggregator, name="dense_until"):
         own = {key: state[key] for key in self.keys if key in state}
         return (yield from summed(x, own, context))
 
-    def fused(self, transforms: Sequence[Transform], context: Context) -> Joins | None:
+    def fused(self, transforms: Sequence[Transform], context: Context) -> Form | None:
         form = self.via.fused(transforms, context)
         return None if form is None else _Beginning(form, self.start)
 
@@ -81,10 +81,15 @@ class dense_until(Aggregator, name="dense_until"):
 class _Beginning(NamedTuple):
     """A form that takes tensors from ``start`` on."""
 
-    form: Joins
+    form: Form
     start: Start
 
-    def request(self, gradient: Array, state: State, context: Context) -> Joint | None:
+    def place(self, gradient: Array, context: Context) -> Place | None:
+        """See :class:`hvd_compress.base.Form`."""
         if not started(self.start, context.step, context.epoch):
             return None
-        return self.form.request(gradient, state, context)
+        return self.form.place(gradient, context)
+
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> Plan:
+        """See :class:`hvd_compress.base.Form`."""
+        return self.form.plan(specs, key, step)

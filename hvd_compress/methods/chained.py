@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
-from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, State
+from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, Place, State
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.config import Configurable, check_choice, is_whole
 from hvd_compress.errors import ConfigError
@@ -69,6 +69,11 @@ class Chained(Compressor):
 
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
         return self.chain(gradient, context).exchange(gradient, state, context)
+
+    def place(self, gradient: Array, context: Context) -> Place | None:
+        if type(self).exchange is not Chained.exchange:  # which may do more than its chain
+            return None
+        return self.chain(gradient, context).place(gradient, context)
 
     def encode(self, gradient: Array, state: State, context: Context) -> Encoded:
         return self.chain(gradient, context).encode(gradient, state, context)

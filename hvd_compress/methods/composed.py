@@ -9,7 +9,7 @@ import functools
 import math
 from typing import Any
 
-from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, State
+from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, Place, State
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import Configurable, as_tuple, converted, is_whole
 from hvd_compress.errors import ConfigError
@@ -308,6 +308,9 @@ class Switch(_Composed, name="switch"):
     def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
         outcome = yield from self._now(context).exchange(gradient, state, context)
         return outcome._replace(state={**state, **outcome.state})
+
+    def place(self, gradient: Array, context: Context) -> Place | None:
+        return self._now(context).place(gradient, context)
 
     def encode(self, gradient: Array, state: State, context: Context) -> Encoded:
         encoded = self._now(context).encode(gradient, state, context)

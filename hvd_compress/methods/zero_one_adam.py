@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, Outcome, State
+from hvd_compress.base import (
+    Array,
+    Compressor,
+    Context,
+    Encoded,
+    Exchange,
+    Outcome,
+    Place,
+    State,
+)
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
 from hvd_compress.config import check_choice, is_whole
@@ -128,6 +137,13 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
         xp = backend_of(gradient)
         nothing = yield Sum(xp.zeros(0, xp.widen(gradient)))  # of which engines send nothing
         return Outcome(gradient, nothing, state)
+
+    def place(self, gradient: Array, context: Context) -> Place | None:
+        phase = context.phase or self.phase(context.step + 1)
+        if phase not in ("one_bit", "variance"):
+            return None
+        chain = self.chain(gradient, context) if phase == "one_bit" else self._whole
+        return chain.place(gradient, context)
 
     def encode(self, gradient: Array, state: State, context: Context) -> Encoded:
         raise UnsupportedError(f"{self.name} takes all ranks to know what is sent")

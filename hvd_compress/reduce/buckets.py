@@ -5,41 +5,35 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
-from hvd_compress.engines.joining import (
-    BucketExchange,
-    Form,
-    Look,
-    Member,
-    form_of,
-    joined,
-)
+from hvd_compress.engines.joining import Entry, Look
 from hvd_compress.errors import ConfigError, PayloadError
-from hvd_compress.requests import Gather, Joint, Request
+from hvd_compress.requests import Gather, Request
 from hvd_compress.times import leaves, phase, watched
 from hvd_compress.wire.content import decode_bytes, encode_bytes
 
 #: a bucket is full when the gradients in it have that many bytes, uncompressed
 BUCKET_BYTES = 25 * 2**20
 _PLAN = "plan of the buckets"
+#: that of a bucket
+Exchange: TypeAlias = Generator[Request, Any, Any]
 
 
 class Planned:
-    """A bucket of the plan: its tensors, the form of its exchange in the step before, and how many
-    tensors have not come yet in this step (``missing``, counted by :meth:`Buckets.start`), or are
-    not known to be ready (``unready``, counted down by who watches them)."""
+    """A bucket of the plan: its tensors, and how many of them have not come yet in this step
+    (``missing``, counted by :meth:`Buckets.start`), or are not known to be ready (``unready``,
+    counted down by who watches them)."""
 
-    __slots__ = ("form", "missing", "names", "unready")
+    __slots__ = ("missing", "names", "unready")
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
-        self.form: Form | None = None
         self.missing = self.unready = len(names)
 
 
@@ -53,7 +47,7 @@ class Buckets:
     all ranks, in whatever order gradients become ready there.  The first step sends all its buckets
     at its end.
 
-    Tensors that belong together by their requests (``Joint.together``) are in one bucket whatever
+    Tensors that belong together by their requests (``Look.together``) are in one bucket whatever
     its size, and whatever ``groups`` says.  It is sent at the end of a step if the plan does not
     know it yet, or if one of its tensors does not come; one that comes and is not in the plan is
     alone in that step.
@@ -64,15 +58,16 @@ class Buckets:
 
     Args:
         engine: a function that returns the current engine; elastic training changes it.
-        make: a function that begins the exchanges of tensors, given their names, when their bucket
-            is complete.
+        enter: a function that returns the entries of tensors, given their names, when their bucket
+            is complete; see :mod:`hvd_compress.engines.joining`.
+        exchange: a function that returns the exchange of such entries.
         nbytes: a bucket is full when the gradients in it have this many bytes, uncompressed.
         groups: names of tensors that are sent together, whatever their size; all other tensors are
             sent one by one.
         same_order: all ranks start tensors in the same order, so rank 0 need not send its order.
         names: tensors in an order that is known beforehand, the first ones ready first.
-        again: a function that returns the exchange of a bucket which is like that of the step
-            before, given its names and the form it had, or ``None``; then ``make`` is asked.
+        go_on: a function that returns the exchange of a bucket whose entries are those of the last
+            step, given its names, or ``None``; then ``enter`` is asked.
 
     Attributes:
         plan: the names of each bucket, in the order in which buckets are sent; empty before the end
@@ -84,18 +79,19 @@ class Buckets:
     def __init__(
         self,
         engine: Callable[[], Engine],
-        make: Callable[[Sequence[str]], Sequence[Member]],
+        enter: Callable[[Sequence[str]], Sequence[Entry]],
+        exchange: Callable[[Sequence[Any]], Exchange],
         nbytes: int = BUCKET_BYTES,
         *,
         groups: Sequence[Sequence[str]] | None = None,
         same_order: bool = False,
         names: Sequence[str] = (),
-        again: Callable[[Sequence[str], Form], BucketExchange | None] = lambda names, form: None,
+        go_on: Callable[[tuple[str, ...]], Exchange | None] = lambda names: None,
     ) -> None:
         if nbytes < 1:
             raise ConfigError(f"bucket_bytes={nbytes}: at least 1")
-        self._engine, self._make, self.nbytes = engine, make, nbytes
-        self._again = again
+        self._engine, self._enter, self.nbytes = engine, enter, nbytes
+        self._exchange, self._go_on = exchange, go_on
         self._groups = groups
         self._same_order = same_order
         self.plan: list[tuple[str, ...]] = []
@@ -109,8 +105,7 @@ class Buckets:
 
     def _reset(self) -> None:
         self._started: dict[str, None] = {}  # names in this step, in the order in which they came
-        self._members: dict[str, Member] = {}  # those whose exchange has begun
-        self._repeated: dict[str, int] = {}  # names of those without a member, and their weights
+        self._entries: dict[str, Entry] = {}  # of those that do not go on as in the last step
         self._sent: set[str] = set()
         for bucket in self._buckets:
             bucket.missing = bucket.unready = len(bucket.names)
@@ -140,20 +135,17 @@ class Buckets:
             if (its := self.bucket_of.get(name)) is not None:
                 its.missing -= 1
         while (bucket := self.next) is not None and not bucket.missing:
-            if not self._send_again(bucket):
+            if (exchange := self._go_on(bucket.names)) is not None:
+                self._launch(bucket.names, exchange)
+            else:
                 self._begin(bucket.names)
-                as_planned = [name for name in bucket.names if self._is_as_planned(name)]
-                self._send(as_planned)
-                members = [self._members[name] for name in as_planned]
-                whole = len(members) == len(bucket.names)
-                bucket.form = form_of(members) if whole else None
+                self._send([name for name in bucket.names if self._is_as_planned(name)])
             self.next = next(self._left, None)
         if self._sent:
             self._engine().poll()
 
     def finish(self, like: Array) -> list[Any]:
-        """Send all remaining buckets, wait for all, and return what their exchanges return: for
-        those of members the outcomes by name.
+        """Send all remaining buckets, wait for all, and return what their exchanges return.
 
         Args:
             like: an array; messages in which rank 0 sends its order are arrays of this kind.
@@ -162,26 +154,25 @@ class Buckets:
         # Where everything has left already, the order does not matter here.
         is_open = len(self._sent) < len(self._started)
         names = self._sorted() if is_open else list(self._started)
-        if len(self._members) + len(self._repeated) < len(self._started):
-            self._begin([n for n in names if n not in self._members and n not in self._repeated])
+        if len(self._sent | self._entries.keys()) < len(self._started):
+            self._begin([n for n in names if n not in self._entries and n not in self._sent])
         engine.check_step(
-            lambda: [f"{name} by {self._first(name)}" for name in self._sorted()],
+            lambda: [f"{name} by {self._look(name).first}" for name in self._sorted()],
             planned=self.bucket_of.keys() >= self._started.keys(),
             like=like,
         )
         while (bucket := self.next) is not None:  # some of it did not come in this step
-            here = [self._members[name] for name in bucket.names if name in self._members]
-            self._send([member.name for member in here if not member.look.together])
+            here = [self._entries[name] for name in bucket.names if name in self._entries]
+            self._send([entry.name for entry in here if not entry.look.together])
             self.next = next(self._left, None)
         for names_of_one in self._split([name for name in names if name not in self._sent]):
             self._send(names_of_one)
         with phase("wait"):
             parts = engine.finish()
-        if len(self._repeated) < len(self._planned) or self._members:
-            looks = {name: self._look(name) for name in names}
-            kinds = {name: look.kind for name, look in looks.items()}
-            if kinds != {name: look.kind for name, look in self._planned.items()}:
-                self._planned = looks
+        if self._entries or len(names) < len(self._planned):
+            before, self._planned = self._planned, {name: self._look(name) for name in names}
+            kinds = ({n: look.kind for n, look in x.items()} for x in (before, self._planned))
+            if next(kinds) != next(kinds):
                 self._make_plan(engine, self._sorted(), like)
         self._reset()
         return list(parts.values())
@@ -207,40 +198,25 @@ class Buckets:
 
     def _begin(self, names: Iterable[str]) -> None:
         if names := list(names):
-            self._members.update(zip(names, self._make(names), strict=True))
-
-    def _send_again(self, bucket: Planned) -> bool:
-        """Send a bucket as in the step before; return whether that is possible."""
-        if bucket.form is None or (exchange := self._again(bucket.names, bucket.form)) is None:
-            return False
-        self._repeated.update(zip(bucket.names, bucket.form.weights, strict=True))
-        self._launch(bucket.names, exchange)
-        return True
+            self._entries.update(zip(names, self._enter(names), strict=True))
 
     def _send(self, names: Sequence[str]) -> None:
         if names:
-            engine, members = self._engine(), [self._members[name] for name in names]
-            self._launch(names, joined(members, engine.rank, engine.size))
+            self._launch(names, self._exchange([self._entries[name] for name in names]))
 
-    def _launch(self, names: Sequence[str], exchange: BucketExchange) -> None:
+    def _launch(self, names: Sequence[str], exchange: Exchange) -> None:
         self._sent.update(names)
         self._engine().start(label_of(names), watched(names, exchange))
         leaves()
 
-    def _first(self, name: str) -> str:
-        """How a tensor's first request is described."""
-        if name in self._members:
-            return self._members[name].first
-        return Joint.described(self._repeated[name])
-
     def _look(self, name: str) -> Look:
-        return self._members[name].look if name in self._members else self._planned[name]
+        return self._entries[name].look if name in self._entries else self._planned[name]
 
     def _is_as_planned(self, name: str) -> bool:
         """Whether a tensor may leave with its bucket: where all that request the same belong
         together, only if the plan was made for such requests."""
-        member = self._members[name]
-        return not member.look.together or self._planned[name].kind == member.look.kind
+        look = self._entries[name].look
+        return not look.together or self._planned[name].kind == look.kind
 
     def _make_plan(self, engine: Engine, names: list[str], like: Array) -> None:
         has_order = len(names) > 1 and not self._same_order

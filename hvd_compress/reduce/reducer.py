@@ -9,19 +9,29 @@ graph, and gets method, step and seed from the binding's ``VariableStore``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, final
+import itertools
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, final
 
 import numpy as np
 
 from hvd_compress.agreement import Terms
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Compressor, Context, Exchange, Outcome, Sparse, State
-from hvd_compress.chain import Repeated
+from hvd_compress.base import Array, Compressor, Context, Outcome, Plan, Sparse, Tensors
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.counting import Tally
-from hvd_compress.engines.joining import BucketExchange, Form, Member, run_counted
+from hvd_compress.engines.joining import (
+    Entry,
+    Exchanged,
+    Member,
+    Placed,
+    exchanged,
+    groups_of,
+    joined,
+    plan_for,
+    tensors_of,
+)
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError, UnsupportedError
 from hvd_compress.integrations.optimizers import check_one_momentum
@@ -33,24 +43,12 @@ from hvd_compress.reduce.chooser import Chooser
 from hvd_compress.reduce.homes import Homes
 from hvd_compress.reduce.store import MemoryStore, Store
 from hvd_compress.reduce.undo import Undo
+from hvd_compress.requests import Request
 from hvd_compress.schedules import schedules_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
 from hvd_compress.times import Clock
 
 _NOTHING = np.empty(0)
-
-
-class _Again(NamedTuple):
-    """The result of the exchange of a bucket that was like that of the step before; ``states`` has
-    by tensor those that are not written where the old ones are, and ``record`` its bytes."""
-
-    names: tuple[str, ...]
-    weights: Sequence[int]
-    gradients: Sequence[Array]
-    directions: Sequence[Any]
-    states: Mapping[int, State]
-    record: Record
-    sends_all: bool
 
 
 @final
@@ -80,7 +78,7 @@ class Reducer:
         in_place: results may be written into the memory of the gradients.
         sparse: results may be :class:`hvd_compress.base.Sparse`, of flat arrays and without twice
             the same index, where no rank has sent the other elements.
-        scratch: memory for all tensors that outlives this reducer; see :class:`Context`.
+        scratch: memory for the loops of graphs that outlives this reducer; see :class:`Context`.
         finds_unused: some tensors may get no gradient on any rank, and their averages are dropped
             by whoever asked for them: then they keep their states.  The ranks compare what was used
             once per step.
@@ -153,22 +151,24 @@ class Reducer:
         self.clock = Clock()
         self.buckets = Buckets(
             lambda: self.engine,
-            self._members,
+            self._entries,
+            self._exchange,
             bucket_bytes,
             groups=groups,
             same_order=same_order,
             names=names,
-            again=self._again,
+            go_on=self._go_on,
         )
-        self._now: Hashable = None  # what this step's exchanges depend on but gradients and states
-        self._before: Hashable = None  # the same of the last step
+        self._now: Hashable = None  # what this step's places depend on but gradients
+        #: by the names of a bucket, its plan, and what the places in it depended on
+        self._plans: dict[tuple[str, ...], tuple[Plan, Hashable]] = {}
         self._local, self._shared = LocalEngine(), engine
         self._current: Engine | None = None  # of the step that has begun
         self._deferred: dict[str, Array] = {}  # gradients, until the norm of all is known
         self._in_flight: dict[str, Array] = {}  # gradients
         self._common = Context()  # what the contexts of all tensors have in common in this step
-        self._lent, self._scratch = scratch, dict[str, dict[str, Any]]()  # see Context
-        self._plan: list[tuple[str, ...]] | None = None  # the buckets that it was made for
+        self._scratch = scratch
+        self._buckets: list[tuple[str, ...]] | None = None  # that plans were made for
         self._planned_for = engine.size  # ranks for which the buckets were planned
         self.homes = Homes(self.store.names, self.store.get)
         self._undo, self.keeps_undo = Undo(self.store), False
@@ -190,13 +190,13 @@ class Reducer:
 
     @property
     def records(self) -> dict[str, Record]:
-        for names, tally in self._tallies.items():
-            tally.settle(names, self._records)
+        for tally in self._tallies.values():
+            tally.settle(self._records)
         return self._records
 
     def _close_tallies(self) -> None:
-        for names, tally in self._tallies.items():
-            tally.settle(names, self._records)
+        for tally in self._tallies.values():
+            tally.settle(self._records)
         self._tallies.clear()
 
     def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
@@ -264,7 +264,7 @@ class Reducer:
             phase=self.phase,
             in_place=self.in_place,
             sparse=self.sparse_results,
-            needs_sent=False,
+            scratch=self._scratch,
         )
 
     def forget_plan(self) -> None:
@@ -274,7 +274,7 @@ class Reducer:
         self.buckets.forget()
         self._close_tallies()
         self._undo.forget()
-        self._plan, self._scratch, self._before = None, {}, None
+        self._buckets, self._plans = None, {}
 
     def change_method(self, method: Compressor) -> None:
         """Use another method from the next step on, with states of its own.  To be called on all
@@ -319,19 +319,19 @@ class Reducer:
         except BaseException:
             self.abandon()
             raise
-        self._agrees, self._before = False, self._now
+        self._agrees = False
         self._undo.step = self.step if self.keeps_undo else None
-        if self._plan is not self.buckets.plan:  # what is kept for other buckets takes memory
-            self._plan, self._scratch = self.buckets.plan, {}
+        if self._buckets is not self.buckets.plan:  # plans of other buckets take memory
+            self._buckets, self._plans = self.buckets.plan, {}
         expected, self._in_flight, self._current = self._in_flight, {}, None
         self.step += 1
         self.clock.steps += 1
         self.homes.begin()
         directions: dict[str, Any] = {}
-        for part in parts:
+        for part in itertools.chain.from_iterable(parts):
             directions |= (
-                self._received_again(part)
-                if isinstance(part, _Again)
+                self._averaged(part)
+                if isinstance(part, Exchanged)
                 else {name: self._received(name, outcome) for name, outcome in part.items()}
             )
         if directions.keys() != expected.keys():
@@ -402,7 +402,7 @@ class Reducer:
         """Discard everything in flight, because the collectives failed or a checkpoint was
         loaded."""
         self._in_flight, self._deferred, self._agrees, self._current = {}, {}, False, None
-        self._scratch, self._before, self._unused = {}, None, set()
+        self._plans, self._unused = {}, set()
         self._undo.forget()
         self.clock.awaited()
         if self.chooser is not None:
@@ -423,22 +423,23 @@ class Reducer:
             return self.store.multiplied(outcome.direction, self.engine.size)
         return outcome.direction
 
-    def _received_again(self, bucket: _Again) -> dict[str, Array]:
+    def _averaged(self, bucket: Exchanged) -> dict[str, Array]:
         """The same of a bucket, by name."""
-        tally = self._tallies.get(bucket.names)
-        if tally is None or tally.weights != bucket.weights:
-            gradients = zip(bucket.names, bucket.gradients, strict=True)
+        plan, tally = bucket.plan, self._tallies.get(bucket.plan.names)
+        if tally is None or tally.weights != plan.weights:
+            gradients = zip(plan.names, bucket.gradients, strict=True)
             extents = [self.store.extent(name, gradient) for name, gradient in gradients]
             if tally is not None:
-                tally.settle(bucket.names, self._records)
-            tally = self._tallies[bucket.names] = Tally(bucket.weights, extents, bucket.sends_all)
-        tally.count(bucket.record)
+                tally.settle(self._records)
+            tally = Tally(plan.names, plan.weights, extents, plan.counts)
+            self._tallies[plan.names] = tally
+        tally.count(bucket.record, bucket.counts)
         for i, state in bucket.states.items():
-            self.store.keep(bucket.names[i], state)
+            self.store.keep(plan.names[i], state)
         directions, size = bucket.directions, self.engine.size if self.sums else 1
-        if size != 1:
+        if size != 1 and plan.additive:
             directions = [self.store.multiplied(direction, size) for direction in directions]
-        return dict(zip(bucket.names, directions, strict=True))
+        return dict(zip(plan.names, directions, strict=True))
 
     def _begin_agreement(self, like: Array) -> None:
         """Begin the comparison with the other ranks, once per step."""
@@ -451,28 +452,9 @@ class Reducer:
         self._in_flight.update(gradients)
         self.buckets.start(gradients)
 
-    def _members(self, names: Sequence[str]) -> list[Member]:
-        """Begin the exchanges of the tensors of a bucket."""
-        members = []
-        for name in names:
-            gradient, record = self._in_flight[name], self._counted(name)
-            exchange = self._exchange(name, gradient)
-            members.append(Member(name, exchange, record, self.store.extent(name, gradient)[1]))
-        return members
-
-    def _counted(self, name: str) -> Record:
-        """Count a gradient, and return the record of its tensor."""
-        if (record := self._records.get(name)) is None:
-            record = self._records[name] = Record()
-        elements, nbytes = self.store.extent(name, self._in_flight[name])
-        record.steps += 1
-        record.elements += elements
-        record.dense_bytes += nbytes
-        return record
-
     def _circumstances(self) -> Hashable:
-        """Return all that exchanges of this step depend on but gradients and states; ``None`` if
-        steps may differ all the same."""
+        """Return all that the places of this step depend on but gradients; ``None`` if steps may
+        differ all the same."""
         if not self.method.is_steady or not self.in_place:
             return None
         if (of_store := self.store.circumstances()) is None:
@@ -480,32 +462,59 @@ class Reducer:
         schedules = [schedule(self.step, self.epoch) for schedule in schedules_of(self.method)]
         return self.engine.size, self.sums, of_store, *schedules
 
-    def _again(self, names: Sequence[str], form: Form) -> BucketExchange | None:
-        """Return the exchange of a bucket that is like that of the step before, without asking the
-        method what it would be; ``None`` if it may differ."""
-        if self._now is None or self._now != self._before:
+    def _go_on(self, names: tuple[str, ...]) -> Generator[Request, Any, Any] | None:
+        """Return the exchange of a bucket by the plan that it has, without asking the method where
+        each tensor belongs; ``None`` if that may have changed."""
+        if self._now is None or names not in self._plans:
+            return None
+        plan, made_for = self._plans[names]
+        if made_for != self._now:
             return None
         gradients = [self._in_flight[name] for name in names]
-        if (found := self.store.again(names, gradients)) is None:
+        if (found := self.store.of_bucket(names, gradients)) is None:
             return None
-        tensors = Repeated(gradients, *found, form.weights, self._kept(names[0]))
-        exchange = form.function.again(tensors, form.key, self._common)
+        tensors = Tensors(gradients, *found)
+        return self._by_plan(plan, tensors) if plan.takes(tensors) else None
+
+    def _by_plan(self, plan: Plan, tensors: Tensors) -> Generator[Request, Any, list[Exchanged]]:
+        return [(yield from exchanged(plan, tensors, self._common))]
+
+    def _entries(self, names: Sequence[str]) -> list[Entry]:
+        """Find out how the tensors of a bucket are exchanged, and begin what each has of its
+        own."""
+        return [self._entry(name, self._in_flight[name]) for name in names]
+
+    def _entry(self, name: str, gradient: Array) -> Entry:
+        context, store = self._context(name), self.store
+        elements, nbytes = store.extent(name, gradient)
+        gradient = store.prepared(name, gradient, context)
+        exchange = store.rows(name, gradient, context)
         if exchange is None:
-            return None
-        return self._repeat(tuple(names), tensors, exchange, form.function.sends_all)
+            method = self.method.for_tensor(name, backend_of(gradient).shape(gradient))
+            state = store.state_for(name, gradient, method)
+            if (place := method.place(gradient, context)) is not None:
+                return Placed(name, gradient, state, place, context.momentum, nbytes)
+            common = self.homes.hand(name, lambda: method.common(gradient))
+            exchange = method.exchange(gradient, {**state, **common}, context)
+        record = self._records.setdefault(name, Record())
+        record.steps += 1
+        record.elements += elements
+        record.dense_bytes += nbytes
+        return Member(name, exchange, record, nbytes)
 
-    def _repeat(
-        self, names: tuple[str, ...], tensors: Repeated, exchange: Any, sends_all: bool
-    ) -> Any:
-        rank, size, record = self.engine.rank, self.engine.size, Record()
-        directions, states = yield from run_counted(exchange, record, rank, size)
-        return _Again(
-            *(names, tensors.weights, tensors.gradients, directions, states, record, sends_all)
-        )
-
-    def _kept(self, name: str) -> dict[str, Any]:
-        """Return what is kept for a tensor beside its state; see :class:`Context`."""
-        return self._scratch.setdefault(name, {}) if self._lent is None else self._lent
+    def _exchange(self, entries: Sequence[Entry]) -> Generator[Request, Any, list[Any]]:
+        """Return the exchange of a bucket."""
+        groups, members = groups_of(entries)
+        found: list[Any] = []
+        for group in groups:
+            names = tuple(each.name for each in group)
+            known, _ = self._plans.get(names, (None, None))
+            plan = plan_for(group, self._common, known)
+            self._plans[names] = plan, self._now
+            found.append((yield from exchanged(plan, tensors_of(group), self._common)))
+        if members:
+            found.append((yield from joined(members, self.engine.rank, self.engine.size)))
+        return found
 
     def _context(self, name: str) -> Context:
         (momentum, nesterov), rate = self.store.momentum(name), self.store.rate(name)
@@ -513,19 +522,8 @@ class Reducer:
             name=name,
             momentum=momentum,
             nesterov=nesterov,
-            scratch=self._kept(name),
             learning_rate=self.learning_rate if rate is None else rate,
         )
-
-    def _exchange(self, name: str, gradient: Array) -> Exchange:
-        context, store = self._context(name), self.store
-        gradient = store.prepared(name, gradient, context)
-        if (exchange := store.rows(name, gradient, context)) is not None:
-            return exchange
-        method = self.method.for_tensor(name, backend_of(gradient).shape(gradient))
-        state = store.state_for(name, gradient, method)
-        common = self.homes.hand(name, lambda: method.common(gradient))
-        return method.exchange(gradient, {**state, **common}, context)
 
     def _terms(self) -> Terms:
         return self.store.terms(
@@ -647,7 +645,10 @@ class Reducer:
         self._check_at_rest("an average between steps")
         by_name, like = {member.name: member for member in members}, self.store.for_messages(like)
         buckets = Buckets(
-            lambda: self.engine, lambda names: [by_name[n] for n in names], same_order=True
+            lambda: self.engine,
+            lambda names: [by_name[n] for n in names],
+            lambda members: joined(members, self.engine.rank, self.engine.size),
+            same_order=True,
         )
         buckets.start(by_name)
         return {name: x for part in buckets.finish(like) for name, x in part.items()}

@@ -60,8 +60,9 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def state_for(self, name: str, gradient: Array, method: Compressor) -> State:
-        """Return a state with which ``method`` can exchange this gradient: a new one if the tensor
-        has none.  Raise ``ConfigError`` if it belongs to another tensor."""
+        """Return the entries of a state with which ``method`` can exchange this gradient, and no
+        others: new ones if the tensor has none.  Raise ``ConfigError`` if they belong to another
+        tensor."""
 
     def use(self, method: Compressor) -> None:
         """Go on with another method, and without states."""
@@ -96,12 +97,12 @@ class Store(abc.ABC):
             return direction._replace(values=direction.values * factor)
         return direction * factor
 
-    def again(
+    def of_bucket(
         self, names: Sequence[str], gradients: Sequence[Array]
     ) -> tuple[Sequence[Mapping[str, Array]], str, Sequence[float]] | None:
         """Return states, what stands in front of their keys, and momenta of the tensors of a bucket
-        that may be sent as in the step before, ``None`` if one differs.  Unlike all others this is
-        called in every step, so bindings call no function for each tensor."""
+        that may go on by its plan, ``None`` if one is of another kind now.  Unlike all others this
+        is called in every step, so bindings call no function for each tensor."""
         states = [self.get(name) for name in names]
         for gradient in gradients:
             backend_of(gradient).check_gradient(gradient, in_place=True)
@@ -261,15 +262,16 @@ class MemoryStore(Store):
         if is_new and (shared := method.common(gradient)).keys() & state.keys():
             expected = expected | {key: look(x) for key, x in shared.items()}
         keys = state.keys() if is_new else expected.keys() & state.keys()
-        check_state(name, gradient, {key: state[key] for key in keys}, expected)
-        return state
+        own = {key: state[key] for key in keys}
+        check_state(name, gradient, own, expected)
+        return own
 
-    def again(
+    def of_bucket(
         self, names: Sequence[str], gradients: Sequence[Array]
     ) -> tuple[Sequence[Mapping[str, Array]], str, Sequence[float]] | None:
         if any(name not in self.states for name in names):
             return None
-        return super().again(names, gradients)
+        return super().of_bucket(names, gradients)
 
     def momentum(self, name: str) -> tuple[float, bool]:
         return self._momentum, self._nesterov

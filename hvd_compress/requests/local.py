@@ -65,19 +65,17 @@ def _stacked(requests: Sequence[Batch]) -> list[Array]:
 
 @dataclasses.dataclass(eq=False)
 class Joint(Request):
-    """Run one exchange for all tensors of a bucket that request the same ``function``, in place of
-    one exchange for each.  ``function(arguments)`` gets the ``argument`` of each of them, in an
-    order that is the same on all ranks; it is a generator of requests, and returns a list of
-    replies in that order.
+    """Run one exchange for all tensors of the model that request the same ``function``, in place of
+    one exchange for each: they belong into one bucket, whatever its size.  ``function(arguments)``
+    gets the ``argument`` of each of them, in an order that is the same on all ranks; it is a
+    generator of requests, and returns a list of replies in that order.
 
     Attributes:
         weight: the bytes of the common messages are counted to the tensors in proportion to this
             number from 1, for instance the number of elements that a tensor sends.
         key: tensors that differ in it have exchanges of their own, for instance their dtype.
-        together: all tensors of the model that request this function belong into one bucket,
-            whatever its size.
 
-    One sum for all tensors of a bucket, here of two:
+    One sum for two tensors:
 
     >>> def together(arrays):
     ...     total = yield Sum(np.concatenate(arrays))
@@ -91,16 +89,10 @@ class Joint(Request):
     argument: Any
     weight: int = 1
     key: Hashable = None
-    together: bool = False
 
     @property
     def kind(self) -> Hashable:
         return type(self), self.function, self.key
 
     def describe(self) -> str:
-        return self.described(self.weight)
-
-    @staticmethod
-    def described(weight: int) -> str:
-        """Return what a request of this weight is described by."""
-        return f"joint work of weight {weight}"
+        return f"joint work of weight {self.weight}"

@@ -11,7 +11,7 @@ from hvd_compress.agreement import Terms
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
-from hvd_compress.engines.joining import run_counted
+from hvd_compress.engines.counting import counted
 from hvd_compress.reduce.state_file import StateHeader, entry, read_header, refused
 from hvd_compress.requests import Collective
 from hvd_compress.stats import Record
@@ -99,7 +99,7 @@ class Owner:
 
     def _submitted(self, exchange: Exchange) -> Callable[[], Any]:
         engine, name = self.engine, self.system
-        engine.start(name, run_counted(exchange, self.record, engine.rank, engine.size))
+        engine.start(name, counted(exchange, self.record, engine.rank, engine.size))
         return lambda: engine.finish()[name]
 
     @property

@@ -33,7 +33,7 @@ class Counting(Compressor, name="test-counting"):
         common = {}
         if context.step >= self.since:
             part = context.name, gradient.size, state.get("total")
-            common = yield Joint(self.counted, part, key=gradient.dtype, together=True)
+            common = yield Joint(self.counted, part, key=gradient.dtype)
         return Outcome(gradient, gradient.ravel(), {"own": state["own"] + 1} | common)
 
     @staticmethod

@@ -92,13 +92,13 @@ def make(store, method):
 
 def count_asked(reducer):
     asked = []
-    original = reducer._exchange
+    original = reducer._entry
 
-    def exchange(name, *rest):
+    def entry(name, *rest):
         asked.append(name)
         return original(name, *rest)
 
-    reducer._exchange = exchange
+    reducer._entry = entry
     return asked
 
 
@@ -252,8 +252,8 @@ def test_threads_that_share_a_method_make_one_form_of_it(monkeypatch):
     gradient = np.ones(8, np.float32)
 
     def form(rank):
-        context = Context(rank=rank, size=2, scratch={}, in_place=True)
-        return next(method.exchange(gradient.copy(), method.init(gradient), context)).function
+        context = Context(rank=rank, size=2, in_place=True)
+        return method.place(gradient.copy(), context).form
 
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(form, range(2))

@@ -348,16 +348,20 @@ def test_joint_work_of_one_tensor_runs_on_its_own():
     assert [outcome.mean.tolist() for outcome in outcomes] == [[3, 3], [3, 3]]
 
 
-def test_what_belongs_together_is_one_bucket():
-    for together, expected in ((True, 1), (False, 3)):
-        engine = LocalEngine()
+def apart(x):
+    return Outcome((yield Sum(x)), x, {})
 
-        def make(names, together=together):
-            return [
-                Member(name, jointly(np.ones(2), together=together), Record(), 16) for name in names
-            ]
 
-        buckets = Buckets(lambda engine=engine: engine, make, nbytes=8, same_order=True)
-        buckets.start(["a", "b", "c"])
-        buckets.finish(np.empty(0))
-        assert len(buckets.plan) == expected
+@pytest.mark.parametrize(("exchange", "expected"), [(jointly, 1), (apart, 3)])
+def test_what_belongs_together_is_one_bucket(exchange, expected):
+    engine = LocalEngine()
+    buckets = Buckets(
+        lambda: engine,
+        lambda names: [Member(name, exchange(np.ones(2)), Record(), 16) for name in names],
+        lambda members: joined(members, 0, 1),
+        nbytes=8,
+        same_order=True,
+    )
+    buckets.start(["a", "b", "c"])
+    buckets.finish(np.empty(0))
+    assert len(buckets.plan) == expected

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from hvd_compress import Context
-from hvd_compress.chain import Repeated
-from hvd_compress.fused.dense import FusedSum, Tensor, _key
+from hvd_compress.base import Spec, Tensors
+from hvd_compress.fused.dense import FusedSum
 from hvd_compress.transforms import momentum_after_averaging
 
 
@@ -25,27 +27,31 @@ def outcome_of(exchange, reply):
     return stop.value.value
 
 
+def exchange_of(gradients, tensors, momentum=None, **step):
+    step = Context(**step)
+    specs = [Spec(str(i), x.shape, math.prod(x.shape), x) for i, x in enumerate(gradients)]
+    plan = FusedSum((), momentum, False, None, None).plan(specs, None, step)
+    return plan.exchange(tensors, step)
+
+
 def test_what_was_sent_is_not_where_the_sum_is_made():
     gradients = [np.ones(3, np.float32), np.full(2, 2, np.float32)]
-    exchange = FusedSum((), None, False, None, None, 2)(
-        [Tensor(x, x, {}, 0.0, {}) for x in gradients]
-    )
-    outcomes = outcome_of(exchange, reply_to(next(exchange)))
-    for x, outcome in zip(gradients, outcomes, strict=True):
-        np.testing.assert_array_equal(outcome.sent, x)
-        np.testing.assert_array_equal(outcome.mean, (x + 10) / 2)
+    exchange = exchange_of(gradients, Tensors(gradients, [{}, {}], "", [0.0, 0.0]), size=2)
+    found = outcome_of(exchange, reply_to(next(exchange)))
+    for x, n, mean in zip(gradients, (1, 2), found.directions, strict=True):
+        np.testing.assert_array_equal(x, np.full_like(x, n))
+        np.testing.assert_array_equal(mean, (x + 10) / 2)
 
 
 @pytest.mark.parametrize("momentum", [None, momentum_after_averaging(0.9)])
 def test_a_gradient_may_get_other_strides_meanwhile(momentum):
-    form = FusedSum((), momentum, False, None, None, 1)
     gradients = [torch.arange(12.0).reshape(3, 4), torch.ones(2)]
     expected = [x.clone() for x in gradients]
     states = [{"velocity": torch.zeros(12)}, {"velocity": torch.zeros(2)}]
-    tensors = Repeated(gradients, states, "", [0.9, 0.9], (12, 2), {})
-    exchange = form.again(tensors, _key(gradients[0]), Context())
+    tensors = Tensors(gradients, states, "", [0.9, 0.9])
+    exchange = exchange_of(gradients, tensors, momentum, in_place=True)
     request = next(exchange)
     gradients[0].data = torch.zeros(4, 3).t()
-    directions, _ = outcome_of(exchange, request.array)
+    directions = outcome_of(exchange, request.array).directions
     for found, x in zip(directions, expected, strict=True):
         assert torch.equal(found, x)

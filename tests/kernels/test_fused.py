@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import tracemalloc
 
 import numpy as np
@@ -35,16 +36,16 @@ from hvd_compress import (
     kernels,
     switch,
 )
-from hvd_compress.chain import Chain, Repeated
+from hvd_compress.base import Outcome, Tensors
+from hvd_compress.chain import Chain
 from hvd_compress.codecs import contraction, natural, uniform_dithering
-from hvd_compress.engines.joining import Member, joined
+from hvd_compress.engines.joining import Placed, exchanged, plan_for, tensors_of
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import CompressionError, PayloadError
 from hvd_compress.meetings import allgather, alltoall
 from hvd_compress.operators import bernoulli
 from hvd_compress.reduce import Reducer
-from hvd_compress.stats import Record
 from hvd_compress.transforms import (
     clip_by_local_norm,
     ef21,
@@ -181,19 +182,15 @@ def test_a_bucket_is_what_its_tensors_are(framework, data):
 
 @pytest.mark.parametrize("method", [*METHODS[:8], *CODED], ids=repr)
 def test_a_graph_gives_the_same(method):
-    """Whoever looks at what was sent; steps are symbols, and states those of the graph's last run,
-    which it leaves as they were."""
+    """Steps are symbols, and states those of the graph's last run, which it leaves as they were."""
     shapes, random = {"a": (40, 30), "b": (64, 8)}, np.random.default_rng(0)
     ranks, expected = Ranks(method, shapes, 2), one_by_one(method, 2)
 
     @tf.function(autograph=False)
-    def exchange(step, gradients, states, needs_sent):
-        ranks.step, ranks.states, ranks.needs_sent = step, [dict(x) for x in states], needs_sent
+    def exchange(step, gradients, states):
+        ranks.step, ranks.states = step, [dict(x) for x in states]
         return [
-            {
-                name: (o._replace(additive=True) if needs_sent else (o.direction, o.state))
-                for name, o in own.items()
-            }
+            {name: (o.direction, o.state) for name, o in own.items()}
             for own in ranks.exchange(gradients)
         ]
 
@@ -209,17 +206,13 @@ def test_a_graph_gives_the_same(method):
         if states is None:
             states = [{n: method.init(x) for n, x in own.items()} for own in made]
         before = copy.deepcopy(states)
-        found, directions = (
-            exchange(tf.constant(step, tf.int64), made, states, looks) for looks in (True, False)
-        )
-        for own, others, known in zip(found, expected(gradients), directions, strict=True):
+        found = exchange(tf.constant(step, tf.int64), made, states)
+        for own, others in zip(found, expected(gradients), strict=True):
             for name, other in others.items():
-                assert_equal(tf.nest.map_structure(np.asarray, own[name]), other)
-                np.testing.assert_array_equal(known[name][0], np.asarray(other.direction))
-                for key, x in known[name][1].items():
-                    np.testing.assert_array_equal(x, own[name].state[key])
+                direction, state = tf.nest.map_structure(np.asarray, own[name])
+                assert_equal(Outcome(direction, None, state), other)
         tf.nest.map_structure(np.testing.assert_array_equal, states, before)
-        states = [{n: outcome.state for n, outcome in own.items()} for own in found]
+        states = [{n: state for n, (_, state) in own.items()} for own in found]
 
 
 @pytest.mark.parametrize("method", [METHODS[4], LinearQuantization()], ids=repr)
@@ -233,7 +226,7 @@ def test_graphs_share_what_they_keep(method):
         for _ in range(3):
             ranks.states = [dict(own) for own in states]
             trace()
-        scratch = ranks.scratch[0]["a"]
+        scratch = ranks.scratch[0]
         needed.append((len(scratch), scratch["memory"].nbytes))
     arrays = 1 + len(states[0]["a"])
     assert needed == 4 * [(2, arrays * 4 * (40 * 30 + 16))]
@@ -243,7 +236,7 @@ def test_what_is_summed_first_may_take_the_place_of_its_rows():
     method, shapes = PowerSGD(rank=2, min_compression_rate=1), {"a": (50, 40)}
     gradients = {"a": np.ones((50, 40), np.float32)}
     states = {"a": method.init(gradients["a"])}
-    exchange = exchange_of(method, shapes, gradients, {"a": {}}, states, size=1)
+    exchange = exchange_of(method, shapes, gradients, states, size=1)
     first = next(exchange)
     assert (first.owned, exchange.send(first.array).owned) == (True, False)
 
@@ -267,26 +260,30 @@ def test_the_result_may_take_the_place_of_the_gradient(method):
 
 
 def test_other_entries_of_the_state_stay_out_of_it():
-    """Bindings keep arrays of their own there."""
-    method, gradient = METHODS[0], np.ones((50, 40), np.float32)
-    ranks = Ranks(method, {"a": gradient.shape}, 1)
-    for step in range(3):
-        if ranks.states is not None:
-            ranks.states[0]["a"]["decay"] = np.full(2000, step, np.float32)
-        outcome = ranks.exchange([{"a": gradient.copy()}])[0]["a"]
-        assert outcome.state.keys() == {"velocity", "residual"}
+    """Bindings keep arrays of their own there, and may replace them meanwhile."""
+    reducer, gradient = Reducer(METHODS[0], LocalEngine(), in_place=True), np.ones((50, 40), "f4")
+    for step in range(4):
+        reducer.start("a", gradient.copy())
+        if step:
+            reducer.store.states["a"]["decay"] = np.full(2000, step, np.float32)
+        reducer.finish()
+        expected = {"velocity", "residual", *(["decay"] if step else [])}
+        assert reducer.store.states["a"].keys() == expected
+        assert not step or (reducer.store.states["a"]["decay"] == step).all()
 
 
 def test_a_bucket_is_of_the_device_that_it_was_made_on():
     """Where a model has moved, the method is asked again."""
     ranks, gradient = Ranks(QSGD(), {"a": (50, 40)}, 1), torch.ones(50, 40)
     ranks.exchange([{"a": gradient}])
-    bucket = ranks.scratch[0]["a"]["bucket"]
-    tensors = Repeated([gradient], [{}], "", [0.0], bucket.weights, {})
-    assert bucket.states_of(tensors) == {}
-    rank, _, rest = bucket.look
-    bucket.look = rank, torch.device("meta"), rest
-    assert bucket.states_of(tensors) is None
+    (plan,), step = ranks.plans[0].values(), ranks.context(0)
+    assert plan.takes(Tensors([gradient], [{}], "", [0.0]))
+    assert not plan.takes(Tensors([gradient.to("meta")], [{}], "", [0.0]))
+    ranks.exchange([{"a": gradient}])
+    assert [*ranks.plans[0].values()] == [plan]
+    place = QSGD().place(gradient, step)
+    moved = place._replace(key=("elsewhere", torch.device("meta")))
+    assert plan_for([Placed("a", gradient, {}, moved, 0.0)], step, plan) is not plan
 
 
 def test_gradients_need_not_be_contiguous():
@@ -443,13 +440,12 @@ def test_a_switch_takes_nothing_over_from_the_other_form(first, then):
                 assert_equal(found[name], wanted[name])
 
 
-def exchange_of(method, shapes, gradients, scratch, states, rank=0, size=2):
-    members = []
+def exchange_of(method, shapes, gradients, states, rank=0, size=2):
+    step, group = Context("", rank, size, in_place=True), []
     for name in shapes:
-        context = Context(name, rank, size, scratch=scratch[name], in_place=True)
-        exchange = method.exchange(gradients[name], states[name], context)
-        members.append(Member(name, exchange, Record()))
-    return joined(members, rank, size)
+        place = method.place(gradients[name], step._replace(name=name))
+        group.append(Placed(name, gradients[name], states[name], place, 0.0))
+    return exchanged(plan_for(group, step), tensors_of(group), step)
 
 
 @pytest.mark.parametrize("method", CODED, ids=repr)
@@ -459,21 +455,23 @@ def test_a_step_that_ends_early_leaves_states_as_they_were(method):
     ranks.exchange([{n: random.standard_normal(s).astype("f4") for n, s in shapes.items()}] * 2)
     before = copy.deepcopy(ranks.states)
     own = [{n: random.standard_normal(s).astype("f4") for n, s in shapes.items()} for _ in "01"]
-    exchanges = [
-        exchange_of(method, shapes, own[r], ranks.scratch[r], ranks.states[r], r) for r in range(2)
-    ]
-    requests = [next(each) for each in exchanges]
-    while True:
-        replies = [type(requests[0]).reply(requests, rank) for rank in range(2)]
+    for rounds in itertools.count():
+        given = copy.deepcopy(own)
+        exchanges = [exchange_of(method, shapes, given[r], ranks.states[r], r) for r in range(2)]
+        requests = [next(each) for each in exchanges]
+        for _ in range(rounds):
+            replies = [type(requests[0]).reply(requests, rank) for rank in range(2)]
+            try:
+                pairs = zip(exchanges, replies, strict=True)
+                requests = [each.send(reply) for each, reply in pairs]
+            except StopIteration:
+                return
+        for each in exchanges:
+            each.close()
         for rank in range(2):
             for name in shapes:
                 for key, x in ranks.states[rank][name].items():
                     np.testing.assert_array_equal(x, before[rank][name][key])
-        try:
-            pairs = zip(exchanges, replies, strict=True)
-            requests = [each.send(reply) for each, reply in pairs]
-        except StopIteration:
-            return
 
 
 @pytest.mark.parametrize("method", [FP8(), OneBit(via="allgather"), QSGD()], ids=repr)
@@ -481,26 +479,24 @@ def test_damage_is_noticed(method):
     shapes, random = {"a": (8, 9), "b": (30,)}, np.random.default_rng(0)
     own = {n: random.standard_normal(s).astype("f4") for n, s in shapes.items()}
     states = {n: method.init(g) for n, g in own.items()}
-    exchange = exchange_of(method, shapes, own, {n: {} for n in shapes}, states)
+    exchange = exchange_of(method, shapes, own, states)
     request = next(exchange)
     (message,) = {id(x): x for x in request.arrays[:1]}.values()
     for at in range(message.size):
-        exchange = exchange_of(method, shapes, own, {n: {} for n in shapes}, states)
+        exchange = exchange_of(method, shapes, own, states)
         next(exchange)
         damaged = message.copy()
         damaged[at] ^= 1 << at % 8
         with pytest.raises(PayloadError, match="rank 0"):
             exchange.send([damaged, message])
     for theirs in (message[:-8], message[:3], np.append(message, np.zeros(8, np.uint8))):
-        exchange = exchange_of(method, shapes, own, {n: {} for n in shapes}, states)
+        exchange = exchange_of(method, shapes, own, states)
         next(exchange)
         with pytest.raises(PayloadError, match="rank 1"):
             exchange.send([message, theirs.copy()])
     other = dataclasses.replace(method, bucket=64) if hasattr(method, "bucket") else FP8(bucket=8)
-    theirs = exchange_of(
-        other, shapes, own, {n: {} for n in shapes}, {n: other.init(g) for n, g in own.items()}
-    )
-    exchange = exchange_of(method, shapes, own, {n: {} for n in shapes}, states)
+    theirs = exchange_of(other, shapes, own, {n: other.init(g) for n, g in own.items()})
+    exchange = exchange_of(method, shapes, own, states)
     next(exchange)
     with pytest.raises(PayloadError, match="compression options"):
         exchange.send([message, next(theirs).arrays[0]])
@@ -509,7 +505,7 @@ def test_damage_is_noticed(method):
 def test_memory_that_is_changed_on_the_way_is_an_error():
     method, gradient = FP8(), torch.randn(50, 40)
     states = {"a": method.init(gradient)}
-    exchange = exchange_of(method, ["a"], {"a": gradient}, {"a": {}}, states, size=1)
+    exchange = exchange_of(method, ["a"], {"a": gradient}, states, size=1)
     request = next(exchange)
     states["a"]["residual"].data = torch.ones(2000)
     with pytest.raises(CompressionError, match="memory of a tensor was changed"):

@@ -152,8 +152,9 @@ class ParameterStore(Store):
         state, expected = self.get(name), self._looks.expected(name, gradient, method)
         if not expected.keys() <= state.keys():  # the first step, or its owner has cleared it
             state = {**method.init(gradient), **state}
-        check_state(name, gradient, {key: state[key] for key in expected}, expected)
-        return state
+        own = {key: state[key] for key in expected}
+        check_state(name, gradient, own, expected)
+        return own
 
     def method_for(self, p: torch.nn.Parameter) -> Compressor:
         """Return the method of a parameter."""
@@ -253,7 +254,7 @@ class ParameterStore(Store):
         norms = [norm.to(norms[0].device) for norm in norms]
         return torch.linalg.vector_norm(torch.stack(norms)).item() / self.known_scale
 
-    def again(
+    def of_bucket(
         self, names: Sequence[str], gradients: Sequence[torch.Tensor]
     ) -> tuple[Sequence[Mapping[str, torch.Tensor]], str, Sequence[float]] | None:
         if True in [gradient.is_sparse for gradient in gradients]:
