@@ -174,11 +174,12 @@ class _Bucket(Bucket):
         self._selection.settle(steps, indices, remaining, masking, finite)
 
     def _fits(self, theirs: list[Entries], like: Array, dtypes: Sequence[str]) -> np.ndarray:
-        """Return which gradients have room for the averages, which are of residuals, too."""
+        """Return which gradients have room for the averages, which are of residuals, too: in host
+        memory, so that nobody waits for a device."""
         xp = backend_of(like)
         with np.errstate(over="ignore"):
             means = zip(merged(self.sizes, theirs), dtypes, strict=True)
-            parts = [xp.cast(xp.from_numpy(x, like), dtype) for (_, x), dtype in means]
+            parts = [xp.cast(xp.from_numpy(x, None), dtype) for (_, x), dtype in means]
         return np.array([bool(xp.all_finite(part)) for part in parts])
 
 

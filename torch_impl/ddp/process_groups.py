@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hvd_compress.engines.named import Op
 
+from .. import backend
 from ..engine import TorchEngine
 from ..replicas import group_of
 from .lost_ranks import naming_lost_ranks
@@ -28,6 +29,9 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 class ProcessGroupEngine(TorchEngine):
     """Exchanges over a process group of ``torch.distributed``, which all ranks start in the same
     order.
+
+    What is in host memory and travels over NCCL, such as messages, comes back to host memory: in
+    one copy, however many ranks there are, for which the host waits once.
 
     Args:
         group: the process group; ``None`` for the default one.
@@ -60,13 +64,17 @@ class ProcessGroupEngine(TorchEngine):
             return self._received(handle)
 
     def _submitted(self, op: Op) -> Any:
-        """Submit a collective, and return it, the tensor that its result will be in, and what to
-        wait for."""
-        op = op._replace(tensor=self._reachable(op.tensor, dist.get_backend(self.group)))
+        """Submit a collective, and return whether its result belongs into host memory, the
+        collective, the tensor that its result will be in, and what to wait for."""
+        is_staged = self.reads_device and not op.tensor.is_cuda
+        op = op._replace(tensor=self._reachable(op.tensor))
+        return is_staged, *self._started(op)
+
+    def _started(self, op: Op) -> tuple[Op, torch.Tensor, Any]:
         if op.arriving is not None:
             return self._alltoall_single(op, op.arriving.tolist())
         if op.splits is not None:
-            sizes = op.splits.to(op.tensor.device)
+            sizes = self._reachable(op.splits)
             theirs = torch.empty_like(sizes)
             work = dist.all_to_all_single(theirs, sizes, group=self.group, async_op=True)
             return op, theirs, work
@@ -83,17 +91,24 @@ class ProcessGroupEngine(TorchEngine):
         if op.kind == "gather_equal":
             everything = tensor.new_empty(self.size * tensor.numel())
             return op, everything, self._all_gather(everything, tensor)
-        size = torch.tensor([tensor.numel()], device=tensor.device)
+        size = self._reachable(torch.tensor([tensor.numel()]))
         sizes = size.new_empty(self.size)
         return op, sizes, self._all_gather(sizes, size)
 
-    def _reachable(self, tensor: torch.Tensor, backend: str) -> torch.Tensor:
-        """Return a tensor where the library can read it: NCCL reads a GPU's memory only."""
-        if backend == dist.Backend.NCCL and not tensor.is_cuda:
-            return tensor.to(self._device)
-        return tensor
+    @property
+    def reads_device(self) -> bool:
+        """Whether the library reads a GPU's memory only, as NCCL does."""
+        return bool(dist.get_backend(self.group) == dist.Backend.NCCL)
 
-    def _alltoall_single(self, op: Op, mine: list[int]) -> Any:
+    def _reachable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor where the library can read it."""
+        if tensor.is_cuda or not self.reads_device:
+            return tensor
+        if self._device.type == "cuda":  # or this would wait for all that the GPU still has to do
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
+
+    def _alltoall_single(self, op: Op, mine: list[int]) -> tuple[Op, torch.Tensor, Any]:
         received = op.tensor.new_empty(sum(mine))
         sizes = op.splits.tolist()
         work = dist.all_to_all_single(
@@ -105,21 +120,24 @@ class ProcessGroupEngine(TorchEngine):
         return all_gather(into, x, group=self.group, async_op=True)
 
     def _received(self, handle: Any) -> Any:
-        op, received, work = handle
+        is_staged, op, received, work = handle
         work.wait()
-        if op.arriving is not None:
-            return received, None
-        if op.splits is not None:
+        sizes: Any = None
+        if op.splits is not None and op.arriving is None:
             sizes = received.tolist()
-            _, everything, work = self._alltoall_single(op, sizes)
+            _, received, work = self._alltoall_single(op, sizes)
             work.wait()
-            return everything, sizes
-        if op.kind in (*_OPS, "broadcast"):
-            return received.view(op.tensor.shape)
-        if op.kind == "gather_equal":
-            return received
+        elif op.kind == "gather":
+            received = self._gathered(op, received.tolist())
+        if is_staged:
+            received = torch.from_numpy(backend.to_numpy(received))
+        if op.splits is not None:
+            return received, sizes
+        return received.view(op.tensor.shape) if op.kind in (*_OPS, "broadcast") else received
+
+    def _gathered(self, op: Op, sizes: list[int]) -> torch.Tensor:
+        """Gather tensors of these sizes."""
         # Ranks' messages have different lengths: they are sent as long as the longest.
-        sizes = received.tolist()
         padded = op.tensor.new_zeros(max(sizes))
         padded[: op.tensor.numel()] = op.tensor
         everything = padded.new_empty(self.size * padded.numel())
