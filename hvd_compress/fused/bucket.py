@@ -30,8 +30,8 @@ from hvd_compress.base import (
 )
 from hvd_compress.chain import Transform, in_range
 from hvd_compress.fused.on_host import Memory, exchange_on_host
-from hvd_compress.kernels import Column, are_flat
-from hvd_compress.kernels.arrays import check_places
+from hvd_compress.kernels import are_flat
+from hvd_compress.kernels.arrays import Column, Columns
 from hvd_compress.requests import Collective, Request
 
 _LOOPS = "hvd_compress.kernels"
@@ -211,19 +211,14 @@ class Arrays:
         self.dtypes = ["float32"]
         self._views: Views | None = None
         self.states = states
-        sizes = [bucket.sizes, bucket.sizes, *map(bucket.sizes_of, bucket.keys)]
-        self._parts = list(zip([gradients, out, *self.states.values()], sizes, strict=True))
-        self._places = [column.addresses for column in self._now()]
+        own = [(column, bucket.sizes_of(key)) for key, column in states.items()]
+        results = [] if out is gradients else [(out, bucket.sizes)]
+        self._columns = Columns([(gradients, bucket.sizes), *results, *own])
+        self._is_in_place = out is gradients
 
     def context(self, step: Context, tensor: int) -> Context:
         """Return what transforms are told of the step of a tensor."""
         return step._replace(momentum=self.momenta[tensor])
-
-    def _now(self) -> list[Column]:
-        (x, sizes), (out, _), *states = self._parts
-        gradients = Column(x, sizes)
-        results = gradients if out is x else Column(out, sizes)
-        return [gradients, results, *(Column(arrays, sizes) for arrays, sizes in states)]
 
     def by_tensor(self) -> list[State]:
         """Return the states of each tensor."""
@@ -239,9 +234,8 @@ class Arrays:
         Raises:
             CompressionError: an array has other memory than when the step began.
         """
-        columns = self._now()
-        check_places(columns, self._places)
-        return columns
+        columns = self._columns.now()
+        return [columns[0], *columns] if self._is_in_place else columns
 
     def views(self) -> Views:
         """Return the same as arrays of NumPy.  They are made once, and keep their memory until the

@@ -121,7 +121,7 @@ class Selection:
         kind = 0 if momentum is None else 2 if nesterov else 1
         kind = 3 if steps.residuals is None else kind
         momenta = momenta_of(momentum, len(steps.gradients.arrays))
-        tables = steps.table(), steps.sizes()
+        tables = steps.tables()
         return Selected(*self._selection.select(*tables, kind, momenta, threads()))
 
     def settle(
@@ -135,7 +135,7 @@ class Selection:
         if not is_compiled():
             self._selection.settle(steps.on_host(), indices, remaining, masking, finite)
             return
-        tables = steps.table(), steps.sizes()
+        tables = steps.tables()
         self._selection.settle(*tables, indices, remaining, masking, finite, threads())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,17 +29,22 @@ class Column:
     Args:
         arrays: of one library, on one device.
         sizes: of the tensors; ``None`` takes those of the arrays.
+        found: where they are, if that is known.
 
     Raises:
         CompressionError: an array is of another kind or size.
     """
 
-    def __init__(self, arrays: Sequence[Array], sizes: Sequence[int] | None = None) -> None:
-        xp = backend_of(arrays[0])
-        self.arrays = arrays
-        self.sizes = [xp.size(x) for x in arrays] if sizes is None else sizes
-        found = addresses(arrays, self.sizes)
-        if found is None:
+    def __init__(
+        self,
+        arrays: Sequence[Array],
+        sizes: Sequence[int] | None = None,
+        found: np.ndarray | None = None,
+    ) -> None:
+        if sizes is None:
+            sizes = [backend_of(x).size(x) for x in arrays]
+        self.arrays, self.sizes = arrays, sizes
+        if found is None and (found := addresses(arrays, sizes)) is None:
             raise CompressionError(_MOVED)
         self.addresses = found
 
@@ -52,11 +57,35 @@ class Column:
         return backend_of(self.arrays[0]).flat_on_host(self.arrays)
 
 
-def check_places(columns: Sequence[Column], places: Sequence[np.ndarray]) -> None:
-    """Raise ``CompressionError`` unless columns are at the addresses where they were."""
-    for column, place in zip(columns, places, strict=True):
-        if not np.array_equal(column.addresses, place):
+class Columns:
+    """Columns whose arrays are looked for at once, and again whenever they are to be used.
+
+    Args:
+        parts: the arrays of each, and the sizes of the tensors.
+
+    Raises:
+        CompressionError: an array is of another kind or size.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Sequence[Array], Sequence[int]]]) -> None:
+        self._arrays = [x for arrays, _ in parts for x in arrays]
+        self._sizes = [n for _, sizes in parts for n in sizes]
+        found = addresses(self._arrays, self._sizes)
+        if found is None:
             raise CompressionError(_MOVED)
+        self._found, self._columns, start = found, list[Column](), 0
+        for arrays, sizes in parts:
+            stop = start + len(arrays)
+            self._columns.append(Column(arrays, sizes, found[start:stop]))
+            start = stop
+
+    def now(self) -> list[Column]:
+        """Return the columns, or raise ``CompressionError`` if an array has other memory than in
+        the beginning."""
+        found = addresses(self._arrays, self._sizes)
+        if found is None or not np.array_equal(found, self._found):
+            raise CompressionError(_MOVED)
+        return self._columns
 
 
 def addresses(arrays: Sequence[Array], sizes: Sequence[int]) -> np.ndarray | None:
@@ -113,23 +142,16 @@ class Steps(NamedTuple):
         nothing = [None] * len(self.gradients.arrays)
         return zip(*(nothing if x is None else x.arrays for x in columns), strict=True)
 
-    def table(self) -> np.ndarray:
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the addresses of gradient, velocity, residual, new velocity, new residual, and
         where the old velocity and residual are kept, of each tensor (int64, in this order), 0 for
-        those that are not there."""
-        return self._by_tensor(lambda column: column.addresses)
-
-    def sizes(self) -> np.ndarray:
-        """Return the number of elements of the arrays whose addresses are in :meth:`table`."""
-        return self._by_tensor(lambda column: column.sizes)
-
-    def _by_tensor(self, of: Callable[[Column], Sequence[int] | np.ndarray]) -> np.ndarray:
+        those that are not there; and the number of elements of each of these arrays."""
         order = (0, 3, 1, 4, 2, 6, 5)
-        table = np.zeros((len(self.gradients.arrays), len(order)), np.int64)
+        tables = np.zeros((2, len(self.gradients.arrays), len(order)), np.int64)
         for i, place in enumerate(order):
             if (column := self[place]) is not None:
-                table[:, i] = of(column)
-        return table
+                tables[0, :, i], tables[1, :, i] = column.addresses, column.sizes
+        return tables[0], tables[1]
 
 
 #: of all tensors of a bucket, or of each; ``None``: there are no velocities

@@ -250,7 +250,7 @@ def stream(arrays: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) ->
 
 def _table(steps: Steps) -> np.ndarray:
     """Return the addresses of all arrays but those where old states are kept."""
-    return np.ascontiguousarray(steps.table()[:, :5])
+    return np.ascontiguousarray(steps.tables()[0][:, :5])
 
 
 def _padded(n: int) -> int:
