@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,6 +37,18 @@ class Coder(Protocol):
 
     def decode_to(self, code: np.ndarray, out: Array, add: bool = False) -> None:
         """See :class:`Codec`."""
+
+
+class Bound(NamedTuple):
+    """Functions of a codec for float32 arrays; the last argument of each is the number of threads.
+
+    Attributes:
+        feed: of base, x, kept, codes, a generator, left, out: see :meth:`Codec.feed`.
+        mean: of codes, by, out, add: see :meth:`Codec.mean`.
+    """
+
+    feed: Callable[..., tuple[bool, bool]]
+    mean: Callable[..., bool]
 
 
 class Codec(Configurable, abc.ABC, kind="block"):
@@ -157,6 +169,24 @@ class Codec(Configurable, abc.ABC, kind="block"):
         with np.errstate(over="ignore", invalid="ignore"):
             out /= by
         return finite
+
+    def bound(self) -> Bound:
+        """Return what a plan calls for each tensor in every step: of compiled loops themselves,
+        where these need no generator, with no function of Python in between."""
+        loops = self._loops if is_compiled() else None
+        is_fed = loops is not None and loops.feeds and not loops.draws
+
+        def feed(*arguments: Any) -> Finite:
+            base, x, kept, codes, random, left, out, _ = arguments
+            return self.feed(Sums(base, left, x, kept, codes), random, out)
+
+        def mean(codes: Any, by: int, out: Any, add: bool, _: int) -> bool:
+            return self.mean(codes, by, out, add)
+
+        return Bound(
+            loops.bound_feed if loops is not None and is_fed else feed,
+            mean if loops is None else loops.bound_mean,
+        )
 
     def _loops_of(self, x: np.ndarray) -> Loops | None:
         """Return the loops that take whole sums, of float32, where they are compiled."""

@@ -19,20 +19,21 @@ import dataclasses
 import functools
 import math
 from collections.abc import Generator, Hashable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Spec
 from hvd_compress.codecs import Codec
-from hvd_compress.fused.bucket import Arrays, Bucket, Views, is_on_host, room
+from hvd_compress.fused.bucket import Arrays, Bucket, is_on_host, room
 from hvd_compress.fused.code_messages import (
     CAUSES,
     FINE,
     NOT_FINITE,
     OVERFLOWS,
     Division,
+    Message,
     Part,
     message_of_all,
     random_of,
@@ -40,16 +41,12 @@ from hvd_compress.fused.code_messages import (
 from hvd_compress.fused.coded_on_device import ShardedOnDevice, WholeOnDevice
 from hvd_compress.fused.kept import overlap
 from hvd_compress.fused.stages import Sent, Staged, StagedBucket
-from hvd_compress.kernels import Column, loops_of
-from hvd_compress.kernels.codecs import Finite, Sums
+from hvd_compress.kernels import Column, loops_of, threads
 from hvd_compress.requests import Alltoall, Gather, Request
 from hvd_compress.times import phase
 from hvd_compress.wire.header import failing
 
 _O = "owner_residual"
-
-#: parts, messages that have them, and the bytes of their tensors
-_OfOne: TypeAlias = tuple[list[Part], list[np.ndarray], list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,7 +105,13 @@ def _decoding() -> Iterator[None]:
 
 class _Fed:
     """Residuals of a bucket that are the new ones already; the old ones are where the results will
-    be: most often in the place of the gradients, which nobody needs any more."""
+    be: most often in the place of the gradients, which nobody needs any more.
+
+    Attributes:
+        columns: residuals, gradients, and where the old residuals are; flat arrays, one for each
+            tensor.
+        done: the runs of elements whose residuals are the new ones, by tensor.
+    """
 
     def __init__(
         self,
@@ -116,34 +119,27 @@ class _Fed:
         gradients: Sequence[np.ndarray],
         old: Sequence[np.ndarray],
     ) -> None:
-        self._residuals, self._x, self._old = residuals, gradients, old
-        self._done: dict[int, list[slice]] = {}
-
-    def sums(self, part: Part) -> Sums:
-        """Return the sums of gradients and residuals."""
-        residual, x, old = (
-            column[part.tensor][part.own] for column in (self._residuals, self._x, self._old)
-        )
-        return Sums(residual, residual, x, kept=old)
-
-    def is_done(self, part: Part) -> None:
-        """Note that a part's residuals are the new ones."""
-        self._done.setdefault(part.tensor, []).append(part.own)
-
-    def settle(self, tensor: int, fine: bool) -> None:
-        """Let a tensor have its new residual, or the old one, before the result is written."""
-        parts = self._done.pop(tensor)
-        if not fine:
-            self._put_back(tensor, parts)
+        self.columns = residuals, gradients, old
+        self.done: dict[int, list[slice]] = {}
 
     def undo(self) -> None:
         """Let all tensors that were not settled have their old residuals."""
-        for tensor, parts in self._done.items():
-            self._put_back(tensor, parts)
+        for tensor in list(self.done):
+            self.put_back(tensor)
 
-    def _put_back(self, tensor: int, parts: Sequence[slice]) -> None:
-        for own in parts:
-            np.copyto(self._residuals[tensor][own], self._old[tensor][own])
+    def put_back(self, tensor: int) -> None:
+        """Let a tensor have its old residual."""
+        residuals, _, old = self.columns
+        for own in self.done.pop(tensor):
+            np.copyto(residuals[tensor][own], old[tensor][own])
+
+    def settle(self, finite: Sequence[bool]) -> None:
+        """Let tensors have their new residuals where they are finite, and the old ones elsewhere,
+        before results are written."""
+        for tensor, fine in enumerate(finite):
+            if not fine:
+                self.put_back(tensor)
+        self.done.clear()
 
 
 class _Bucket(StagedBucket, abc.ABC):
@@ -152,12 +148,20 @@ class _Bucket(StagedBucket, abc.ABC):
     form: FusedCodes
     #: elements of the longest part
     longest: int
+    #: to other ranks, and the memory for them
+    messages: Sequence[Message]
+    frames: Sequence[np.ndarray]
+    #: all parts of these, one tensor after the other, and where each is
+    jobs: Sequence[tuple[Part, np.ndarray]]
 
     def __init__(
         self, form: FusedCodes, specs: Sequence[Spec], key: Hashable, step: Context
     ) -> None:
         super().__init__(form, specs, key, step)
         self.codecs = [form.codec.for_shape(shape) for shape in self.shapes]
+        self.bound = [codec.bound() for codec in self.codecs]
+        #: what is in residuals of shards that were this rank's, by tensor
+        self.foreign: dict[int, np.ndarray] = {}
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, Sequence[bool]]:
         fed = self._fed(arrays)
@@ -184,69 +188,46 @@ class _Bucket(StagedBucket, abc.ABC):
             kept = [np.empty_like(x) for x in kept]
         return _Fed(views.states[key], views.x, kept)
 
-    def random(self, tensor: int, step: Context, turn: int = 0) -> Any:
-        """Return the random numbers of a tensor in a step, if its codec takes any."""
-        return random_of(self.codecs[tensor], self.names[tensor], step, turn)
+    def randoms(self, step: Context, turn: int = 0) -> Sequence[Any]:
+        """Return the random numbers of each tensor in a step, if codecs take any."""
+        if not self.form.codec.draws:
+            return [None] * len(self.codecs)
+        pairs = zip(self.codecs, self.names, strict=True)
+        return [random_of(codec, name, step, turn) for codec, name in pairs]
 
-    def put(
-        self,
-        part: Part,
-        x: np.ndarray | Sums,
-        random: Any,
-        frame: np.ndarray,
-        flags: np.ndarray,
-    ) -> Finite:
-        """Write the codes of ``x``, or of sums, into a message; return what is finite."""
-        codec, code = self.codecs[part.tensor], frame[part.codes]
-        if isinstance(x, Sums):
-            found = codec.feed(x, random, code)
-        else:
-            found = Finite(codec.put(x, random, code), True)
-        if not found.sums:
-            code[:] = 0
-            flags[part.tensor] = NOT_FINITE
-        return found
+    def encode(self, arrays: Arrays, step: Context, fed: _Fed | None) -> None:
+        """Write the codes of all tensors into the messages."""
+        views, randoms, n, bad = arrays.views(), self.randoms(step), threads(), set[int]()
+        with np.errstate(over="ignore", invalid="ignore"):
+            for part, frame in self.jobs:
+                tensor, own, codes = part
+                code = frame[codes]
+                if fed is None:
+                    its = arrays.context(step, tensor)
+                    x = self.passed_on(views, tensor, own, its, self.longest)
+                    if tensor in self.foreign:
+                        x = x + self.foreign[tensor][own]
+                    fine = self.codecs[tensor].put(x, randoms[tensor], code)
+                else:
+                    residual, x, old = [column[tensor][own] for column in fed.columns]
+                    feed, random = self.bound[tensor].feed, randoms[tensor]
+                    fine, _ = feed(residual, x, old, [], random, residual, code, n)
+                    fed.done.setdefault(tensor, []).append(own)
+                if not fine:
+                    code[:] = 0
+                    bad.add(tensor)
+        for message, frame in zip(self.messages, self.frames, strict=True):
+            flags = message.flags(frame)
+            flags[:] = FINE
+            flags[[*bad]] = NOT_FINITE  # nobody shall take the rest of such a tensor for the whole
+            message.seal(frame)
 
-    def take(
-        self,
-        part: Part,
-        frame: np.ndarray,
-        flags: np.ndarray,
-        out: np.ndarray,
-    ) -> None:
+    def take(self, part: Part, frame: np.ndarray, flags: np.ndarray, out: np.ndarray) -> None:
         """Write what a part of a message of this rank holds to ``out``."""
         if flags[part.tensor] == NOT_FINITE:
             out.fill(np.nan)
         else:
             self.codecs[part.tensor].decode_to(frame[part.codes], out)
-
-    def mean(
-        self,
-        parts: Sequence[Part],
-        frames: Sequence[np.ndarray],
-        flags: Sequence[np.ndarray],
-        by: int,
-        out: np.ndarray,
-        add: bool = False,
-    ) -> bool:
-        """Write what a part of a message holds, or with ``add`` the sum of several, divided by a
-        number, to ``out``; return whether it was finite before."""
-        tensor = parts[0].tensor
-        if any(own[tensor] == NOT_FINITE for own in flags):
-            out.fill(np.nan)
-            return False
-        codes = [frame[part.codes] for part, frame in zip(parts, frames, strict=True)]
-        with _decoding():
-            return self.codecs[tensor].mean(codes, by, out, add)
-
-    def coded(
-        self, arrays: Arrays, views: Views, part: Part, step: Context, fed: _Fed | None
-    ) -> np.ndarray | Sums:
-        """Return what is coded of a part."""
-        if fed is not None:
-            return fed.sums(part)
-        its = arrays.context(step, part.tensor)
-        return self.passed_on(views, part.tensor, part.own, its, self.longest)
 
     def off(self, part: Part, frame: np.ndarray) -> Sent:
         """Return what takes off the values of a part of a message of this rank."""
@@ -260,9 +241,10 @@ class _Whole(_Bucket):
         self, form: FusedCodes, specs: Sequence[Spec], key: Hashable, step: Context
     ) -> None:
         super().__init__(form, specs, key, step)
-        self._message = message_of_all(self.codecs, self.sizes, form.stages.feeds_back)
-        self._frame = np.zeros(self._message.size, np.uint8)
-        self.requests = [Gather(self._frame, equal_sizes=True)]
+        message = message_of_all(self.codecs, self.sizes, form.stages.feeds_back)
+        self.messages, self.frames = [message], [np.zeros(message.size, np.uint8)]
+        self.jobs = [(part, self.frames[0]) for part in message.parts]
+        self.requests = [Gather(self.frames[0], equal_sizes=True)]
         self.longest = max(self.sizes)
 
     def met(
@@ -270,22 +252,10 @@ class _Whole(_Bucket):
     ) -> Generator[Request, Any, Sequence[bool]]:
         xp = backend_of(arrays.gradients[0])
         with phase("encode"):
-            frame = self._encode(arrays, step, fed)
-        replies = yield self.requests[0].carrying([xp.from_numpy(frame, None)])
+            self.encode(arrays, step, fed)
+        replies = yield self.requests[0].carrying([xp.from_numpy(self.frames[0], None)])
         with phase("add_up"):
             return self._finish(arrays, [xp.to_numpy(x) for x in replies], step, fed)
-
-    def _encode(self, arrays: Arrays, step: Context, fed: _Fed | None) -> np.ndarray:
-        views, frame = arrays.views(), self._frame
-        flags = self._message.flags(frame)
-        flags[:] = FINE
-        with np.errstate(over="ignore", invalid="ignore"):
-            for i, part in enumerate(self._message.parts):
-                x = self.coded(arrays, views, part, step, fed)
-                self.put(part, x, self.random(i, step), frame, flags)
-                if fed is not None:
-                    fed.is_done(part)
-        return self._message.seal(frame)
 
     def _finish(
         self,
@@ -294,28 +264,35 @@ class _Whole(_Bucket):
         step: Context,
         fed: _Fed | None,
     ) -> Sequence[bool]:
-        flags = [self._message.opened(frame, rank) for rank, frame in enumerate(frames)]
-        own = self._message.flags(self._frame)
-        views, finite = arrays.views(), []
-        with np.errstate(over="ignore", invalid="ignore"):
-            for i, part in enumerate(self._message.parts):
-                parts, out = [part] * len(frames), views.out[i]
-                if not self.form.stages.transforms:
-                    finite.append(self.mean(parts, frames, flags, self.size, out, add=True))
+        (message,), views = self.messages, arrays.views()
+        flags = [message.opened(frame, rank) for rank, frame in enumerate(frames)]
+        finite: list[bool] = (~np.any(np.equal(flags, NOT_FINITE), axis=0)).tolist()
+        own, n, transforms = message.flags(self.frames[0]), threads(), self.form.stages.transforms
+        with np.errstate(over="ignore", invalid="ignore"), _decoding():
+            for part in message.parts:
+                i, out = part.tensor, views.out[part.tensor]
+                # What is fed back is kept where the results will be.
+                total = room(self.longest)[0, : self.sizes[i]] if transforms else out
+                if finite[i]:
+                    codes = [frame[part.codes] for frame in frames]
+                    by = 1 if transforms else self.size
+                    finite[i] = self.bound[i].mean(codes, by, total, True, n)
+                else:
+                    total.fill(np.nan)
+                if not transforms:
                     continue
-                total, sent = room(self.longest)[:, : self.sizes[i]]
-                fine = self.mean(parts, frames, flags, 1, total, add=True)
-                finite.append(fine)
                 if fed is not None:
-                    fed.settle(i, fine)
+                    if not finite[i]:
+                        fed.put_back(i)
+                    fed.done.pop(i, None)
                     np.divide(total, np.float32(self.size), out=out)
                     continue
                 off: Sent | None = None
-                if fine and self.form.stages.only_feeds_back:
-                    off = self.off(part, self._frame)
-                elif fine:
-                    self.take(part, self._frame, own, sent)
-                    off = sent
+                if finite[i] and self.form.stages.only_feeds_back:
+                    off = self.off(part, self.frames[0])
+                elif finite[i]:
+                    off = room(self.longest)[1, : self.sizes[i]]
+                    self.take(part, self.frames[0], own, off)
 
                 def mean(out: np.ndarray, total: np.ndarray = total) -> None:
                     np.divide(total, np.float32(self.size), out=out)
@@ -333,64 +310,38 @@ class _Sharded(_Bucket):
         super().__init__(form, specs, key, step)
         self.keys = (*self.keys, _O)
         self._division = division = Division(self.codecs, self.sizes, self.size)
-        self._shards, self._owners = division.shards, division.owners
-        self._messages, self._replies = division.messages, division.replies
-        self._frames = [np.zeros(message.size, np.uint8) for message in self._messages]
+        self.messages, self._replies = division.messages, division.replies
+        self.frames = [np.zeros(message.size, np.uint8) for message in self.messages]
+        pairs = [(i, rank) for i, owners in enumerate(division.owners) for rank in owners]
+        self.jobs = [(self.messages[rank].parts[i], self.frames[rank]) for i, rank in pairs]
+        #: the same of replies, with the ranks that they come from
+        self._parts = [(self._replies[rank].parts[i], rank) for i, rank in pairs]
+        self._mine = [i for i, rank in pairs if rank == self.rank]
         self._reply = np.zeros(self._replies[self.rank].size, np.uint8)
-        self.requests = [Alltoall(self._frames), Gather(self._reply, division.has_equal_replies)]
-        self.longest = max(own.stop - own.start for row in self._shards for own in row)
+        self.requests = [Alltoall(self.frames), Gather(self._reply, division.has_equal_replies)]
+        self._shards = division.own(self.rank)
+        lengths = [own.stop - own.start for own in self._shards]
+        self.longest = max(own.stop - own.start for row in division.shards for own in row)
         #: of the rank's own shards: their sums, and then what their codes leave out
-        lengths = [self._length(i, self.rank) for i in range(len(self.sizes))]
         self._left = [np.empty(n, np.float32) for n in lengths]
         #: what owned others' shards when it was last looked through, and how often it was written
         self._looked: list[tuple[Array, Any]] = []
-        #: what is in residuals of shards that were this rank's, by tensor
-        self._foreign: dict[int, np.ndarray] = {}
-
-    def _length(self, tensor: int, rank: int) -> int:
-        own = self._shards[tensor][rank]
-        return own.stop - own.start
 
     def met(
         self, arrays: Arrays, step: Context, fed: _Fed | None
     ) -> Generator[Request, Any, Sequence[bool]]:
         xp = backend_of(arrays.gradients[0])
         with phase("encode"):
-            views = arrays.views()
-            self._look(arrays.states[_O], views.states[_O])
-            fed = None if self._foreign else fed
-            frames = self._encode(arrays, views, step, fed)
+            self._look(arrays.states[_O], arrays.views().states[_O])
+            fed = None if self.foreign else fed
+            self.encode(arrays, step, fed)
         send, reply = self.requests
-        received = yield send.carrying([xp.from_numpy(frame, None) for frame in frames])
+        received = yield send.carrying([xp.from_numpy(frame, None) for frame in self.frames])
         with phase("add_up"):
             frame = self._add_up(arrays, [xp.to_numpy(x) for x in received], step)
         replies = yield reply.carrying([xp.from_numpy(frame, None)])
         with phase("add_up"):
             return self._finish(arrays, [xp.to_numpy(x) for x in replies], step, fed)
-
-    def _encode(
-        self, arrays: Arrays, views: Views, step: Context, fed: _Fed | None
-    ) -> list[np.ndarray]:
-        """Return a message for each rank."""
-        pairs = zip(self._messages, self._frames, strict=True)
-        flags = [message.flags(frame) for message, frame in pairs]
-        for own in flags:
-            own[:] = FINE
-        with np.errstate(over="ignore", invalid="ignore"):
-            for i, owners in enumerate(self._owners):
-                random, fine = self.random(i, step), True
-                for rank in owners:
-                    part = self._messages[rank].parts[i]
-                    x = self._of_shard(arrays, views, part, step, fed)
-                    fine &= self.put(part, x, random, self._frames[rank], flags[rank]).sums
-                    if fed is not None:
-                        fed.is_done(part)
-                if not fine:  # nobody shall take the rest of it for the whole
-                    for own in flags:
-                        own[i] = NOT_FINITE
-        for message, frame in zip(self._messages, self._frames, strict=True):
-            message.seal(frame)
-        return self._frames
 
     def _look(self, arrays: Sequence[Array], views: Sequence[np.ndarray]) -> None:
         """Find what is in shards of others, where somebody else has written since the last step:
@@ -401,44 +352,36 @@ class _Sharded(_Bucket):
             a is b and before == after for (a, before), (b, after) in zip(known, now, strict=True)
         ):
             return
-        self._foreign = {}
+        self.foreign = {}
         if self.memory is None:  # else arrays are new in every step, and others wait for theirs
             self._looked = now
         for i, view in enumerate(views):
-            own = self._shards[i][self.rank]
+            own = self._shards[i]
             if view[: own.start].any() or view[own.stop :].any():
                 foreign = view.copy()
                 foreign[own] = 0
-                self._foreign[i] = foreign
-
-    def _of_shard(
-        self, arrays: Arrays, views: Views, part: Part, step: Context, fed: _Fed | None
-    ) -> np.ndarray | Sums:
-        """Return what is coded of a shard, ``x`` in the blocks' words."""
-        x = self.coded(arrays, views, part, step, fed)
-        if (foreign := self._foreign.get(part.tensor)) is not None:
-            x = x + foreign[part.own]
-        return x
+                self.foreign[i] = foreign
 
     def _add_up(self, arrays: Arrays, frames: Sequence[np.ndarray], step: Context) -> np.ndarray:
         """Return the message of the sums of the rank's own shards."""
-        message, reply = self._messages[self.rank], self._replies[self.rank]
+        message, reply = self.messages[self.rank], self._replies[self.rank]
         theirs = [message.opened(frame, rank) for rank, frame in enumerate(frames)]
+        bad = np.any(np.equal(theirs, NOT_FINITE), axis=0).tolist()
         owned, flags = arrays.views().states[_O], reply.flags(self._reply)
         flags[:] = FINE
-        with np.errstate(over="ignore", invalid="ignore"):
-            for i, (part, own) in enumerate(zip(message.parts, reply.parts, strict=True)):
-                if self.rank not in self._owners[i]:
-                    continue
-                if any(its[i] == NOT_FINITE for its in theirs):
-                    self._reply[own.codes] = 0
+        randoms, n = self.randoms(step, 1), threads()
+        with np.errstate(over="ignore", invalid="ignore"), _decoding():
+            for i in self._mine:
+                code, left = self._reply[reply.parts[i].codes], self._left[i]
+                at, fine, is_left = message.parts[i].codes, False, True
+                if not bad[i]:
+                    base, codes = owned[i][self._shards[i]], [frame[at] for frame in frames]
+                    feed, random = self.bound[i].feed, randoms[i]
+                    fine, is_left = feed(base, None, None, codes, random, left, code, n)
+                if not fine:
+                    code[:] = 0
                     flags[i] = NOT_FINITE
-                    continue
-                codes = [frame[part.codes] for frame in frames]
-                sums = Sums(owned[i][part.own], self._left[i], codes=codes)
-                with _decoding():
-                    fine = self.put(own, sums, self.random(i, step, 1), self._reply, flags)
-                if fine.sums and not fine.left:
+                elif not is_left:
                     flags[i] = OVERFLOWS
         return reply.seal(self._reply)
 
@@ -454,39 +397,44 @@ class _Sharded(_Bucket):
             for rank, (reply, frame) in enumerate(zip(self._replies, frames, strict=True))
         ]
         finite = [bool(fine) for fine in ~np.any(flags, axis=0)]
-        views = arrays.views()
-        with np.errstate(over="ignore", invalid="ignore"):
-            for i, fine in enumerate(finite):
-                if fed is not None:
-                    fed.settle(i, fine)
-                for rank in self._owners[i]:
-                    own, reply = self._shards[i][rank], self._replies[rank].parts[i]
-                    message = [reply], [frames[rank]], [flags[rank]]
-                    if fed is not None:
-                        self.mean(*message, self.size, views.out[i][own])
-                        continue
-
-                    def mean(out: np.ndarray, message: _OfOne = message) -> None:
-                        self.mean(*message, self.size, out)
-
-                    sent = self._sent(i, rank) if fine else None
-                    self.settle(views, i, own, arrays.context(step, i), sent, mean)
-                if fine:
-                    owned = views.states[_O][i]
-                    if self._foreign.pop(i, None) is not None:
-                        owned.fill(0)
-                    owned[self._shards[i][self.rank]] = self._left[i]
+        views, n = arrays.views(), threads()
+        is_plain = fed is not None or not self.form.stages.transforms
+        if fed is not None:
+            fed.settle(finite)
+        with np.errstate(over="ignore", invalid="ignore"), _decoding():
+            for (part, rank), (sent, frame) in zip(self._parts, self.jobs, strict=True):
+                tensor, own, codes = part
+                if not is_plain:
+                    mean = functools.partial(self._mean, part, frames[rank], flags[rank])
+                    off = self._sent(sent, rank, frame) if finite[tensor] else None
+                    self.settle(views, tensor, own, arrays.context(step, tensor), off, mean)
+                elif flags[rank][tensor] == NOT_FINITE:
+                    views.out[tensor][own] = np.nan
+                else:
+                    its, out = [frames[rank][codes]], views.out[tensor][own]
+                    self.bound[tensor].mean(its, self.size, out, False, n)
+        for i, fine in enumerate(finite):
+            if fine:
+                owned = views.states[_O][i]
+                if self.foreign.pop(i, None) is not None:
+                    owned.fill(0)
+                owned[self._shards[i]] = self._left[i]
         return finite
 
-    def _sent(self, tensor: int, rank: int) -> Sent | None:
-        """Return what was sent of a shard, if the transforms ask."""
-        part, frame = self._messages[rank].parts[tensor], self._frames[rank]
-        if not self.form.stages.transforms:
-            return None
-        if tensor not in self._foreign and self.form.stages.only_feeds_back:
+    def _mean(self, part: Part, frame: np.ndarray, flags: np.ndarray, out: np.ndarray) -> None:
+        """Write the average of a shard."""
+        if flags[part.tensor] == NOT_FINITE:
+            out.fill(np.nan)
+        else:
+            codec = self.bound[part.tensor]
+            codec.mean([frame[part.codes]], self.size, out, False, threads())
+
+    def _sent(self, part: Part, rank: int, frame: np.ndarray) -> Sent:
+        """Return what was sent of a shard."""
+        if part.tensor not in self.foreign and self.form.stages.only_feeds_back:
             return self.off(part, frame)
-        sent = room(self.longest)[1, : self._length(tensor, rank)]
-        self.take(part, frame, self._messages[rank].flags(frame), sent)
-        if (foreign := self._foreign.get(tensor)) is not None:
+        sent = room(self.longest)[1, : part.own.stop - part.own.start]
+        self.take(part, frame, self.messages[rank].flags(frame), sent)
+        if (foreign := self.foreign.get(part.tensor)) is not None:
             sent -= foreign[part.own]
         return sent

@@ -61,8 +61,19 @@ class Loops(abc.ABC):
         """See :meth:`hvd_compress.codecs.base.Codec.mean`; ``out`` is float32."""
         return native.codecs.mean(self._code, list(codes), by, out, add, threads())
 
+    @functools.cached_property
+    def bound_feed(self) -> Any:
+        """``native.codecs.feed`` with its first argument."""
+        return functools.partial(native.codecs.feed, self._code)
+
+    @functools.cached_property
+    def bound_mean(self) -> Any:
+        """``native.codecs.mean`` with its first argument."""
+        return functools.partial(native.codecs.mean, self._code)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {key: x for key, x in self.__dict__.items() if key != "_code"}
+        made = ("_code", "bound_feed", "bound_mean")
+        return {key: x for key, x in self.__dict__.items() if key not in made}
 
     def _drawn(self, random: np.random.Generator | None, n: int) -> Any:
         return draws_of(random, n) if self.draws and random is not None else None
