@@ -245,19 +245,15 @@ class PowerStep:
         self._matrices.right(out if residuals else x, self._p, self.own)
         return _beside(x, self.own)
 
-    def settle(
-        self, columns: Sequence[Column], total: Array, sent: list[np.ndarray] | None
-    ) -> np.ndarray:
-        """Write averages and states, given the sum of all ranks' Q, and what was ``sent``, if there
-        are arrays for it; return of which matrices the average is finite (bool).  States of others
-        stay as they are."""
+    def settle(self, columns: Sequence[Column], total: Array) -> np.ndarray:
+        """Write averages and states, given the sum of all ranks' Q; return of which matrices the
+        average is finite (bool).  States of others stay as they are."""
         _, out, factors, *residuals = columns
         factors, left = factors.on_host(), residuals[0] if residuals else None
         np.divide(backend_of(total).to_numpy(total), self._size, out=self._new)
-        to = None if sent is None else Column(sent, out.sizes)
         finite = self._finite()
         self._matrices.settle(
-            *(out, left, self._p, self._new, self.own), out=out, sent=to, finite=finite
+            *(out, left, self._p, self._new, self.own), out=out, sent=None, finite=finite
         )
         old = np.concatenate(factors.arrays)
         alive = np.add.reduceat(np.abs(self._new), self._rows_of_q) > 0

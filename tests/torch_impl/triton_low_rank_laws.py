@@ -50,7 +50,7 @@ def no_loads_ahead(monkeypatch):
         monkeypatch.setattr(low_rank_kernels, "_AHEAD", type(low_rank_kernels.ROWS)(1))
 
 
-def step_of(power_step, device, shapes, rank, seed, *, bad=None, keeps=True, sends=False):
+def step_of(power_step, device, shapes, rank, seed, *, bad=None, keeps=True):
     """All that two ranks compute in a step, of numbers of which one of the second rank's is
     ``bad``."""
     random, to = np.random.default_rng(seed), functools.partial(torch.tensor, device=device)
@@ -72,9 +72,7 @@ def step_of(power_step, device, shapes, rank, seed, *, bad=None, keeps=True, sen
     found.append([step.right(own, total.clone()) for step, own in pairs])
     total = found[-1][0] + found[-1][1]
     for step, own in pairs:
-        sent = [np.zeros(n * m, np.float32) for n, m in shapes] if sends else None
-        finite = step.settle(own, total.clone(), sent)
-        found.append([finite.astype(np.float32), *(sent or [])])
+        found.append([step.settle(own, total.clone()).astype(np.float32)])
         found += [column.arrays for column in own]
     return [x for part in found for x in part]
 
@@ -89,11 +87,11 @@ def assert_steps(own, shapes, rank, seed=0, **options):
 @pytest.mark.parametrize(
     ("shapes", "rank", "options"),
     [
-        ([(5, 7), (1, 1)], 2, {"sends": True}),
+        ([(5, 7), (1, 1)], 2, {}),
         ([(260, 17)], 1, {}),
         ([(2, 4100)], 1, {"keeps": False}),
         ([(4, 20), (9, 33), (2, 3)], 3, {"bad": np.nan}),
-        ([(6, 5), (3, 8)], 4, {"bad": np.inf, "sends": True}),
+        ([(6, 5), (3, 8)], 4, {"bad": np.inf}),
         ([(6, 35), (3, 8)], 1, {"bad": 3e38, "keeps": False}),
         ([(9, 17), (8, 8)], 8, {}),
         ([(16, 18)], 16, {}),
@@ -123,11 +121,10 @@ def test_steps_have_several_loads_under_way(own):
     rank=st.integers(1, 16),
     bad=st.sampled_from([None, None, np.nan, np.inf, 3e38]),
     keeps=st.booleans(),
-    sends=st.booleans(),
     seed=st.integers(0, 100),
 )
-def test_drawn_steps_are_those_of_the_host(own, shapes, rank, bad, keeps, sends, seed):
-    assert_steps(own, shapes, rank, seed, bad=bad, keeps=keeps, sends=sends)
+def test_drawn_steps_are_those_of_the_host(own, shapes, rank, bad, keeps, seed):
+    assert_steps(own, shapes, rank, seed, bad=bad, keeps=keeps)
 
 
 @pytest.fixture
@@ -177,8 +174,7 @@ def test_buckets_are_what_their_tensors_are(own, no_loads_ahead, by_triton, meth
         found = ranks.exchange(ours)
         for rank, (mine, theirs) in enumerate(zip(found, expected(gradients), strict=True)):
             for name, outcome in mine.items():
-                on_host = moved(outcome, "cpu")
-                assert_equal(on_host._replace(sent=on_host.sent.numpy()), theirs[name])
+                assert_equal(moved(outcome, "cpu"), theirs[name])
                 shared = outcome.mean.data_ptr() == ours[rank][name].data_ptr()
                 assert shared is not mixed
 
@@ -246,7 +242,7 @@ def launches_of(power_step, rank, monkeypatch):
         columns = [Column(own) for own in ([x], [x], [factor], [x])]
         step.left(columns)
         step.right(columns, step.rows)
-        step.settle(columns, step.own, None)
+        step.settle(columns, step.own)
     return found
 
 

@@ -57,7 +57,6 @@ class PowerStep:
         self._row_blocks = self._blocks(n, self._rows)
         self._column_blocks = self._blocks(m, self._wide)
         self._element_blocks = self._blocks(n * m, _WIDTH)
-        self._sizes = (n * m).tolist()
         # Each array of its own, which is aligned: kernels would be compiled anew for others.
         self.rows, self._p = (self._empty(int(ends[0, -1])) for _ in range(2))
         self.own, self._q, self._new = (self._empty(int(ends[1, -1])) for _ in range(3))
@@ -112,12 +111,9 @@ class PowerStep:
             )
         return self.own
 
-    def settle(
-        self, columns: Sequence[Column], total: torch.Tensor, sent: list[np.ndarray] | None
-    ) -> np.ndarray:
+    def settle(self, columns: Sequence[Column], total: torch.Tensor) -> np.ndarray:
         with torch.cuda.device_of(self.rows):
-            to = () if sent is None else self._empty(sum(self._sizes)).split(self._sizes)
-            tables = self._tables(columns, to)
+            tables = self._tables(columns)
             kernels.decide[self._programs(self._matrices)](
                 *(self._matrices, total, self._new, self._alive),
                 *(self._largest, self._unsure, self._overflows, self._size),
@@ -137,23 +133,17 @@ class PowerStep:
                 *(self._alive, self._overflows),
                 array=kernels.OUT if _keeps(columns) else kernels.X,
                 keeps=_keeps(columns),
-                sends=bool(to),
                 columns=self._columns,
                 width=_WIDTH,
                 **_EXACT,
             )
-        for array, own in zip(sent or (), to, strict=True):
-            array[:] = to_numpy(own)
         return to_numpy(self._overflows) == 0
 
-    def _tables(
-        self, columns: Sequence[Column], sent: Sequence[torch.Tensor] = ()
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tables(self, columns: Sequence[Column]) -> tuple[torch.Tensor, torch.Tensor]:
         """The addresses of all arrays, and the table of matrices."""
         x, out, factors, *residuals = (column.addresses for column in columns)
         residual = residuals[0] if residuals else x
-        to = Column(sent).addresses if sent else x
-        places = np.stack([x, out, residual, factors, to], 1)
+        places = np.stack([x, out, residual, factors], 1)
         if not np.array_equal(places, self._places):
             self._places, self._addresses = places, from_numpy(places, self.rows)
         return self._addresses, self._matrices

@@ -17,7 +17,7 @@ from .task_kernels import SUMMED, taken
 #: rows that are added up in one go
 ROWS = tl.constexpr(256)
 #: the arrays in the table of addresses
-X, OUT, RESIDUAL, FACTOR, SENT, ARRAYS = (tl.constexpr(i) for i in range(6))
+X, OUT, RESIDUAL, FACTOR, ARRAYS = (tl.constexpr(i) for i in range(5))
 
 # The table of matrices has rows, columns, rank, and where P^T and Q^T begin.
 _N, _M, _RANK, _P, _Q, _FIELDS = (tl.constexpr(i) for i in range(6))
@@ -294,25 +294,22 @@ def look(matrices, blocks, p, q, unsure, overflows, width: tl.constexpr):
 @triton.jit
 def settle(
     addresses, matrices, blocks, p, q, own, alive, overflows, array: tl.constexpr,
-    keeps: tl.constexpr, sends: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
+    keeps: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of the average P Q^T, and of P ``own``^T, if it ``sends``; and where the
-    average is finite of the residual M - P ``own``^T, if it ``keeps`` one, and of the factor, of
-    which columns stay that would be zero for ever.  M is an ``array`` of the table."""
+    """Write a block of the average P Q^T; and where that is finite of the residual
+    M - P ``own``^T, if it ``keeps`` one, and of the factor, of which columns stay that would be
+    zero for ever.  M is an ``array`` of the table."""
     t, block = taken(blocks)
     n, m, rank = _short(matrices, t, _N), _short(matrices, t, _M), _short(matrices, t, _RANK)
     p, start, lane = p + _field(matrices, t, _P), _field(matrices, t, _Q), tl.arange(0, width)
     q, own, at = q + start, own + start, block * width + lane
     inside = lane < n * m - block * width
     fine = tl.load(overflows + t) == 0
-    if keeps or sends:
+    if keeps:
         sent = _product(p, own, at, inside, n, m, rank)
-        if sends:
-            tl.store(_array(addresses, t, SENT) + at, sent, mask=inside)
-        if keeps:
-            left_over = tl.load(_array(addresses, t, array) + at, mask=inside & fine) - sent
-            tl.store(_array(addresses, t, RESIDUAL) + at, left_over, mask=inside & fine)
-            tl.debug_barrier()  # M is where the average will be
+        left_over = tl.load(_array(addresses, t, array) + at, mask=inside & fine) - sent
+        tl.store(_array(addresses, t, RESIDUAL) + at, left_over, mask=inside & fine)
+        tl.debug_barrier()  # M is where the average will be
     tl.store(_array(addresses, t, OUT) + at, _product(p, q, at, inside, n, m, rank), mask=inside)
     if block * width < m:
         factor, inside = _array(addresses, t, FACTOR), inside & (at < m) & fine
