@@ -1,9 +1,9 @@
 """Chains of blocks for whole buckets at once, with the same bits.
 
 The chain of blocks defines what is computed, tensor by tensor.  Where its form is one of those here
-and the arrays are of a kind that loops take, it asks for a :class:`hvd_compress.requests.Joint`
-request instead, and all tensors of a bucket have one pass over memory, one message and one
-addition.
+and the arrays are of a kind that loops take, a tensor has a place in the plan of its bucket
+(:meth:`hvd_compress.base.Compressor.place`), in which all have one pass over memory, one message
+and one addition.
 """
 
 from hvd_compress.fused.coded import FusedAllgather, FusedAlltoall

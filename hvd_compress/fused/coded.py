@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -184,7 +185,9 @@ class _Bucket(StagedBucket, abc.ABC):
             return None
         views, (key,) = arrays.views(), self.form.stages.keys
         kept = views.out
-        if overlap(Column(kept)):  # what is kept of one tensor would be another's gradient
+        if overlap(
+            Column(kept, self.sizes)
+        ):  # what is kept of one tensor would be another's gradient
             kept = [np.empty_like(x) for x in kept]
         return _Fed(views.states[key], views.x, kept)
 
@@ -209,9 +212,9 @@ class _Bucket(StagedBucket, abc.ABC):
                         x = x + self.foreign[tensor][own]
                     fine = self.codecs[tensor].put(x, randoms[tensor], code)
                 else:
-                    residual, x, old = [column[tensor][own] for column in fed.columns]
-                    feed, random = self.bound[tensor].feed, randoms[tensor]
-                    fine, _ = feed(residual, x, old, [], random, residual, code, n)
+                    residual, x, old = map(operator.itemgetter(tensor), fed.columns)
+                    feed, random, left = self.bound[tensor].feed, randoms[tensor], residual[own]
+                    fine, _ = feed(left, x[own], old[own], [], random, left, code, n)
                     fed.done.setdefault(tensor, []).append(own)
                 if not fine:
                     code[:] = 0
@@ -274,7 +277,7 @@ class _Whole(_Bucket):
                 # What is fed back is kept where the results will be.
                 total = room(self.longest)[0, : self.sizes[i]] if transforms else out
                 if finite[i]:
-                    codes = [frame[part.codes] for frame in frames]
+                    codes = list(map(operator.itemgetter(part.codes), frames))
                     by = 1 if transforms else self.size
                     finite[i] = self.bound[i].mean(codes, by, total, True, n)
                 else:
@@ -325,7 +328,7 @@ class _Sharded(_Bucket):
         #: of the rank's own shards: their sums, and then what their codes leave out
         self._left = [np.empty(n, np.float32) for n in lengths]
         #: what owned others' shards when it was last looked through, and how often it was written
-        self._looked: list[tuple[Array, Any]] = []
+        self._looked: tuple[list[Array], list[Any]] = [], []
 
     def met(
         self, arrays: Arrays, step: Context, fed: _Fed | None
@@ -346,15 +349,13 @@ class _Sharded(_Bucket):
     def _look(self, arrays: Sequence[Array], views: Sequence[np.ndarray]) -> None:
         """Find what is in shards of others, where somebody else has written since the last step:
         after the number of ranks has changed, say."""
-        now = [(x, getattr(x, "_version", None)) for x in arrays]
-        known = self._looked
-        if len(known) == len(now) and all(
-            a is b and before == after for (a, before), (b, after) in zip(known, now, strict=True)
-        ):
+        now = [getattr(x, "_version", None) for x in arrays]
+        known, versions = self._looked
+        if now == versions and all(map(operator.is_, known, arrays)):
             return
         self.foreign = {}
         if self.memory is None:  # else arrays are new in every step, and others wait for theirs
-            self._looked = now
+            self._looked = [*arrays], now
         for i, view in enumerate(views):
             own = self._shards[i]
             if view[: own.start].any() or view[own.stop :].any():
@@ -375,7 +376,8 @@ class _Sharded(_Bucket):
                 code, left = self._reply[reply.parts[i].codes], self._left[i]
                 at, fine, is_left = message.parts[i].codes, False, True
                 if not bad[i]:
-                    base, codes = owned[i][self._shards[i]], [frame[at] for frame in frames]
+                    base = owned[i][self._shards[i]]
+                    codes = list(map(operator.itemgetter(at), frames))
                     feed, random = self.bound[i].feed, randoms[i]
                     fine, is_left = feed(base, None, None, codes, random, left, code, n)
                 if not fine:

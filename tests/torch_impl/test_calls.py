@@ -13,6 +13,7 @@ from tests import jobs
 WORKER = jobs.TESTS / "calls_worker.py"
 #: whose plans do all tensors of a bucket at once
 METHODS = ["none", "fp16", "topk:density=0.01", "dgc:density=0.01,min_size=1", "powersgd:rank=2"]
+METHODS += ["onebit", "fp8", "linear"]
 
 
 @pytest.fixture(scope="module")
