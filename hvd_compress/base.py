@@ -311,7 +311,7 @@ class Plan(abc.ABC):
 
 
 class Form(Protocol):
-    """What a method is for whole buckets; see :mod:`hvd_compress.fused`."""
+    """A method for whole buckets; see :mod:`hvd_compress.fused`."""
 
     def place(self, gradient: Array, context: Context) -> Place | None:
         """Return the place of a tensor, or ``None`` if it is exchanged by itself: its arrays are

@@ -138,7 +138,7 @@ def tensors_of(group: Sequence[Placed]) -> Tensors:
 
 
 class Exchanged(NamedTuple):
-    """What has come of the exchange of a bucket by its plan; see :class:`Averages` for what it has
+    """The result of the exchange of a bucket by its plan; see :class:`Averages` for what it has
     from there.
 
     Attributes:
