@@ -27,7 +27,6 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Spec
 from hvd_compress.codecs import Codec
-from hvd_compress.fused.bucket import Arrays, Bucket, is_on_host, room
 from hvd_compress.fused.code_messages import (
     CAUSES,
     FINE,
@@ -40,8 +39,9 @@ from hvd_compress.fused.code_messages import (
     random_of,
 )
 from hvd_compress.fused.coded_on_device import ShardedOnDevice, WholeOnDevice
+from hvd_compress.fused.in_place import Arrays, InPlacePlan, is_on_host, room
 from hvd_compress.fused.kept import overlap
-from hvd_compress.fused.stages import Sent, Staged, StagedBucket
+from hvd_compress.fused.stages import Sent, StagedForm, StagedPlan
 from hvd_compress.kernels import Column, loops_of, threads
 from hvd_compress.requests import Alltoall, Gather, Request
 from hvd_compress.times import phase
@@ -51,8 +51,8 @@ _O = "owner_residual"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FusedCodes(Staged):
-    """The exchange of all tensors of a bucket; see :class:`hvd_compress.fused.bucket.InPlace`.
+class FusedCodes(StagedForm):
+    """A form for whole buckets; see :class:`hvd_compress.fused.in_place.InPlaceForm`.
 
     Attributes:
         codec: of all values.
@@ -80,7 +80,7 @@ class FusedAlltoall(FusedCodes):
 
     is_whole = False
 
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> Bucket:
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> InPlacePlan:
         kind = _Sharded if is_on_host(specs[0].x) else ShardedOnDevice
         return kind(self, specs, key, step)
 
@@ -90,7 +90,7 @@ class FusedAllgather(FusedCodes):
 
     is_whole = True
 
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> Bucket:
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> InPlacePlan:
         kind = _Whole if is_on_host(specs[0].x) else WholeOnDevice
         return kind(self, specs, key, step)
 
@@ -143,8 +143,8 @@ class _Fed:
         self.done.clear()
 
 
-class _Bucket(StagedBucket, abc.ABC):
-    """The record of a bucket that both kinds of exchanges keep."""
+class _Plan(StagedPlan, abc.ABC):
+    """The plan of a bucket that both kinds of exchanges keep."""
 
     form: FusedCodes
     #: elements of the longest part
@@ -237,8 +237,8 @@ class _Bucket(StagedBucket, abc.ABC):
         return functools.partial(self.codecs[part.tensor].take_off, frame[part.codes])
 
 
-class _Whole(_Bucket):
-    """A bucket whose codes go to all ranks."""
+class _Whole(_Plan):
+    """The plan of a bucket whose codes go to all ranks."""
 
     def __init__(
         self, form: FusedCodes, specs: Sequence[Spec], key: Hashable, step: Context
@@ -304,8 +304,8 @@ class _Whole(_Bucket):
         return finite
 
 
-class _Sharded(_Bucket):
-    """A bucket of whose tensors every rank adds up a shard."""
+class _Sharded(_Plan):
+    """The plan of a bucket of whose tensors every rank adds up a shard."""
 
     def __init__(
         self, form: FusedCodes, specs: Sequence[Spec], key: Hashable, step: Context

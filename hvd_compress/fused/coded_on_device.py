@@ -19,7 +19,6 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Spec
 from hvd_compress.codecs import Codec
-from hvd_compress.fused.bucket import Arrays
 from hvd_compress.fused.code_messages import (
     FINE,
     NOT_FINITE,
@@ -28,7 +27,8 @@ from hvd_compress.fused.code_messages import (
     message_of_all,
     random_of,
 )
-from hvd_compress.fused.stages import Staged, StagedBucket
+from hvd_compress.fused.in_place import Arrays
+from hvd_compress.fused.stages import StagedForm, StagedPlan
 from hvd_compress.kernels import loops_of
 from hvd_compress.requests import Alltoall, Gather, Request
 from hvd_compress.times import phase
@@ -74,12 +74,14 @@ class Codes(Protocol):
         """Return which runs of ``x`` are finite; the host waits for it."""
 
 
-class _OnDevice(StagedBucket, abc.ABC):
-    """The record of a bucket that both kinds of exchanges keep."""
+class _OnDevice(StagedPlan, abc.ABC):
+    """The plan of a bucket that both kinds of exchanges keep."""
 
     form: Any  # FusedCodes
 
-    def __init__(self, form: Staged, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+    def __init__(
+        self, form: StagedForm, specs: Sequence[Spec], key: Hashable, step: Context
+    ) -> None:
         super().__init__(form, specs, key, step)
         self.codecs = [self.form.codec.for_shape(shape) for shape in self.shapes]
         self._loops = loops_of(specs[0].x)
@@ -134,9 +136,11 @@ def joined(arrays: Sequence[Array]) -> Array:
 
 
 class WholeOnDevice(_OnDevice):
-    """A bucket whose codes go to all ranks."""
+    """The plan of a bucket whose codes go to all ranks."""
 
-    def __init__(self, form: Staged, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+    def __init__(
+        self, form: StagedForm, specs: Sequence[Spec], key: Hashable, step: Context
+    ) -> None:
         super().__init__(form, specs, key, step)
         self._message = message_of_all(self.codecs, self.sizes, form.stages.feeds_back)
         self._frame = np.zeros(self._message.size, np.uint8)
@@ -183,9 +187,11 @@ class WholeOnDevice(_OnDevice):
 
 
 class ShardedOnDevice(_OnDevice):
-    """A bucket of whose tensors every rank adds up a shard."""
+    """The plan of a bucket of whose tensors every rank adds up a shard."""
 
-    def __init__(self, form: Staged, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+    def __init__(
+        self, form: StagedForm, specs: Sequence[Spec], key: Hashable, step: Context
+    ) -> None:
         super().__init__(form, specs, key, step)
         self.keys = (*self.keys, _O)
         self._division = Division(self.codecs, self.sizes, self.size)

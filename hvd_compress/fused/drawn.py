@@ -15,9 +15,9 @@ import numpy as np
 
 from hvd_compress.backends import backend_of, numpy
 from hvd_compress.base import Context, Sparse, Spec
-from hvd_compress.fused.bucket import Arrays
+from hvd_compress.fused.in_place import Arrays
 from hvd_compress.fused.messages import scattered
-from hvd_compress.fused.stages import Staged, StagedBucket
+from hvd_compress.fused.stages import StagedForm, StagedPlan
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators.random_k import random_k, shared_generator
 from hvd_compress.requests import Request, Sum
@@ -25,8 +25,8 @@ from hvd_compress.times import phase
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FusedDrawn(Staged):
-    """The exchange of all tensors of a bucket; see :class:`hvd_compress.fused.bucket.InPlace`.
+class FusedDrawn(StagedForm):
+    """A form for whole buckets; see :class:`hvd_compress.fused.in_place.InPlaceForm`.
 
     Attributes:
         select: how many elements.
@@ -44,11 +44,11 @@ class FusedDrawn(Staged):
     def weight(self, context: Context) -> int:
         return self.select.count(math.prod(context.shape), context)
 
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Bucket:
-        return _Bucket(self, specs, key, step)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Plan:
+        return _Plan(self, specs, key, step)
 
 
-class _Bucket(StagedBucket):
+class _Plan(StagedPlan):
     form: FusedDrawn
 
     def __init__(

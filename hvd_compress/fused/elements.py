@@ -19,9 +19,9 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Context, Sparse, Spec
 from hvd_compress.codecs import logarithmic
-from hvd_compress.fused.bucket import Arrays
+from hvd_compress.fused.in_place import Arrays
 from hvd_compress.fused.messages import finite_of, gather_of, merged, message_of, part_of, scattered
-from hvd_compress.fused.stages import Staged, StagedBucket
+from hvd_compress.fused.stages import StagedForm, StagedPlan
 from hvd_compress.kernels import Column, Selection, Steps
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators import Selector, top_k
@@ -30,8 +30,8 @@ from hvd_compress.times import phase
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FusedElements(Staged):
-    """The exchange of all tensors of a bucket; see :class:`hvd_compress.fused.bucket.InPlace`.
+class FusedElements(StagedForm):
+    """A form for whole buckets; see :class:`hvd_compress.fused.in_place.InPlaceForm`.
 
     Attributes:
         select: ``top_k``, which says how many elements of a tensor are sent, or another operator
@@ -56,11 +56,11 @@ class FusedElements(Staged):
         """Return whether options say how many elements are sent."""
         return self.select.count(1, context) is not None
 
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Bucket:
-        return _Bucket(self, specs, key, step)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Plan:
+        return _Plan(self, specs, key, step)
 
 
-class _Bucket(StagedBucket):
+class _Plan(StagedPlan):
     form: FusedElements
 
     def __init__(

@@ -18,7 +18,7 @@ import numpy as np
 
 from hvd_compress.base import Array, Context, Spec
 from hvd_compress.chain import Transform
-from hvd_compress.fused.bucket import Arrays, Bucket, InPlace
+from hvd_compress.fused.in_place import Arrays, InPlaceForm, InPlacePlan
 from hvd_compress.kernels import loops_of
 from hvd_compress.kernels.low_rank import matrix_shape
 from hvd_compress.requests import Request, Sum
@@ -29,8 +29,8 @@ _R, _Q = "residual", "factor"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FusedLowRank(InPlace):
-    """The exchange of all tensors of a bucket; see :class:`hvd_compress.fused.bucket.InPlace`.
+class FusedLowRank(InPlaceForm):
+    """A form for whole buckets; see :class:`hvd_compress.fused.in_place.InPlaceForm`.
 
     Attributes:
         rank: columns of the factors, unless a matrix has fewer.
@@ -56,11 +56,11 @@ class FusedLowRank(InPlace):
         n, m = matrix_shape(context.shape)
         return min(n, m, self.rank) * (n + m)
 
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Bucket:
-        return _Bucket(self, specs, key, step)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Plan:
+        return _Plan(self, specs, key, step)
 
 
-class _Bucket(Bucket):
+class _Plan(InPlacePlan):
     form: FusedLowRank
 
     def __init__(

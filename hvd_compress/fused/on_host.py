@@ -30,7 +30,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.requests import Collective, Request
 
 if TYPE_CHECKING:
-    from hvd_compress.fused.bucket import Bucket
+    from hvd_compress.fused.in_place import InPlacePlan
 
 #: of a context, what may be a symbol
 _SYMBOLS = ("step", "epoch", "gradient_norm", "learning_rate")
@@ -79,7 +79,7 @@ class Memory:
 
 
 class _Kept(dict[str, Any]):
-    """The record of a bucket that the graphs of a binding keep between their calls.
+    """The plan of a bucket that the graphs of a binding keep between their calls.
 
     Attributes:
         run: the number of the exchange that has begun last.
@@ -117,7 +117,7 @@ def _aligned(array: np.ndarray, n: int) -> np.ndarray:
 
 
 def exchange_on_host(
-    plan: Bucket, tensors: Tensors, step: Context
+    plan: InPlacePlan, tensors: Tensors, step: Context
 ) -> Generator[Request, Any, Averages]:
     """Run the exchange of a bucket of symbols, whose gradients are float32.
 
@@ -151,7 +151,7 @@ def exchange_on_host(
 class _Calls:
     """The functions that a graph calls; it keeps them for ever, so there is no symbol in them."""
 
-    def __init__(self, plan: Bucket, tensors: Tensors, step: Context) -> None:
+    def __init__(self, plan: InPlacePlan, tensors: Tensors, step: Context) -> None:
         self._form, self._keys, self._momenta = plan.form, plan.keys, tensors.momenta
         self.bucket_of = "\n".join(["", *plan.names])
         self._copies, self._counts_too = plan.writes_states, None in plan.counts

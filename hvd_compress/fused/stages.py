@@ -15,13 +15,13 @@ import numpy as np
 
 from hvd_compress.base import Context, Sparse, Spec, State
 from hvd_compress.chain import Transform
-from hvd_compress.fused.bucket import Bucket, InPlace, Views, room
+from hvd_compress.fused.in_place import InPlaceForm, InPlacePlan, Views, room
 from hvd_compress.transforms import error_feedback
 
 #: elements of a part
 _PART = 1 << 14
 
-_Form = TypeVar("_Form", bound="Staged")
+_Form = TypeVar("_Form", bound="StagedForm")
 #: what was sent of a run of elements; or, which is all that some stages ask, what takes it off one
 Sent: TypeAlias = np.ndarray | Sparse | Callable[[np.ndarray], None]
 
@@ -133,7 +133,7 @@ class Stages:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Staged(InPlace):
+class StagedForm(InPlaceForm):
     """A form whose transforms are ``stages``; what follows in its fields is the exchange."""
 
     stages: Stages
@@ -155,12 +155,14 @@ class Staged(InPlace):
         return self.stages.additive
 
 
-class StagedBucket(Bucket):
-    """The record of a bucket of such a form."""
+class StagedPlan(InPlacePlan):
+    """The plan of a bucket of such a form."""
 
-    form: Staged
+    form: StagedForm
 
-    def __init__(self, form: Staged, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+    def __init__(
+        self, form: StagedForm, specs: Sequence[Spec], key: Hashable, step: Context
+    ) -> None:
         super().__init__(form, specs, key, step)
         self.keys = form.stages.keys
 

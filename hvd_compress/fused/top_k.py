@@ -22,7 +22,7 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Place, Sparse, Spec, State
 from hvd_compress.codecs import logarithmic
-from hvd_compress.fused.bucket import Arrays, Bucket, InPlace
+from hvd_compress.fused.in_place import Arrays, InPlaceForm, InPlacePlan
 from hvd_compress.fused.kept import Kept, spares
 from hvd_compress.fused.messages import Entries, finite_of, gather_of, merged, message_of, part_of
 from hvd_compress.kernels import Column, Steps, loops_of
@@ -35,8 +35,8 @@ _V, _R = "velocity", "residual"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FusedTopK(InPlace):
-    """The exchange of all tensors of a bucket; see :class:`hvd_compress.fused.bucket.InPlace`.
+class FusedTopK(InPlaceForm):
+    """A form for whole buckets; see :class:`hvd_compress.fused.in_place.InPlaceForm`.
 
     Attributes:
         select: says how many elements of a tensor are sent.
@@ -66,11 +66,11 @@ class FusedTopK(InPlace):
         key = _key(gradient, x, context)
         return None if key is None else Place(self, k, key, x)
 
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Bucket:
-        return _Bucket(self, specs, key, step)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Plan:
+        return _Plan(self, specs, key, step)
 
 
-class _Bucket(Bucket):
+class _Plan(InPlacePlan):
     form: FusedTopK
     writes_states = False
 

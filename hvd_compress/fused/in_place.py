@@ -44,8 +44,8 @@ def is_on_host(x: Array) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class InPlace(abc.ABC):
-    """A form, see :class:`hvd_compress.base.Form`, whose plans are :class:`Bucket`."""
+class InPlaceForm(abc.ABC):
+    """A form, see :class:`hvd_compress.base.Form`, whose plans are :class:`InPlacePlan`."""
 
     #: as many elements of a tensor are sent as it has, not as many as it weighs
     sends_all: ClassVar[bool] = True
@@ -95,11 +95,11 @@ class InPlace(abc.ABC):
         is not taken in this step."""
 
     @abc.abstractmethod
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> Bucket:
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> InPlacePlan:
         """See :class:`hvd_compress.base.Form`."""
 
 
-class Bucket(Plan):
+class InPlacePlan(Plan):
     """The plan of a bucket.
 
     Attributes:
@@ -115,7 +115,9 @@ class Bucket(Plan):
     #: new states take the place of the old ones, also where others may look at these
     writes_states: ClassVar[bool] = True
 
-    def __init__(self, form: InPlace, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+    def __init__(
+        self, form: InPlaceForm, specs: Sequence[Spec], key: Hashable, step: Context
+    ) -> None:
         super().__init__(form, specs, key, step)
         self.sizes = [backend_of(spec.x).size(spec.x) for spec in specs]
         self.counts = self.sizes if form.sends_all else self.weights
@@ -198,7 +200,7 @@ class Arrays:
 
     def __init__(
         self,
-        bucket: Bucket,
+        bucket: InPlacePlan,
         gradients: Sequence[Array],
         states: dict[str, list[Array]],
         out: Sequence[Array],
