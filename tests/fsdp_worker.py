@@ -298,6 +298,26 @@ def clipping_sees_the_averages() -> None:
     _assert_close(_own(native), _own(model))
 
 
+def clipping_before_the_exchange_goes_by_the_gradient_of_the_replica() -> None:
+    """Not by that of a shard; ranks that have no elements take part."""
+    method = f"{DGC},clip_norm=0.1"
+    model, exchange = _compressed(method)
+    norm, found = exchange.reducer.store.norm, []
+    exchange.reducer.store.norm = lambda x: found.append(norm(x)) or found[-1]
+    _train(model, range(1))
+    alone, mesh = _model(), MESHES["2x2"]
+    ranks = next(ranks for ranks in mesh.mesh.tolist() if dist.get_rank() in ranks)
+    (sum(_loss(alone, 0, rank) for rank in ranks) / len(ranks)).backward()
+    right = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+    assert found == [pytest.approx(right, rel=1e-5)]
+
+    small = fully_shard(torch.nn.Linear(8, 1, bias=False).to(DEVICE), mesh=mesh["shard"])
+    hvd.compress_replicas(small, mesh["replica"], method)
+    small(torch.ones(2, 8, device=DEVICE)).sum().backward()
+    _sgd(small).step()
+    assert torch.cat([x.reshape(-1) for x in _own(small)]).isfinite().all()
+
+
 def gradients_accumulate() -> None:
     """In each of the three ways of FSDP2, as in native HSDP; once with as many exchanges as steps,
     once with as many as passes."""

@@ -309,7 +309,7 @@ class Reducer:
         try:
             self._begin_step()
             self._begin_agreement(_NOTHING)  # other ranks may have started something
-            if self._deferred:
+            if self._deferred or self.method.needs_gradient_norm:
                 deferred, self._deferred = self._deferred, {}
                 norm = self.store.norm(deferred)
                 self._common = self._common._replace(gradient_norm=norm)

@@ -86,7 +86,8 @@ class Store(abc.ABC):
         return backend_of(gradient).size(gradient), gradient.nbytes
 
     def norm(self, gradients: Mapping[str, Array]) -> Any:
-        """Return the L2 norm of all gradients of this rank."""
+        """Return the L2 norm of all gradients of this rank, of which there may be none.  It may be
+        a collective of some ranks, and is asked once per step."""
         return math.hypot(*(backend_of(g).norm(g) for g in gradients.values()))
 
     def multiplied(self, direction: Any, factor: float) -> Any:

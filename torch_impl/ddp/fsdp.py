@@ -34,6 +34,7 @@ from ..replicas import agree, group_of
 from ..state.rank_states import placed
 from .flat_modules import FlatModel, FlatModule, FlatPart, is_flat
 from .hook import check_method
+from .nodes import ShardStore
 from .process_groups import ReplicaEngine
 from .sharded_modules import Part, ShardedModel, ShardedModule
 
@@ -90,7 +91,7 @@ class ReplicaExchange:
 
     def _finish(self) -> None:
         begun, self._begun = self._begun, []
-        averages = self.reducer.finish() if self.reducer.has_begun else {}
+        averages = self.reducer.finish() if begun else {}  # also where all shards are empty
         for module in begun:
             module.settle(averages)
 
@@ -269,12 +270,12 @@ def compress_replicas(
     reducer = Reducer(
         method,
         ReplicaEngine(group, sharded.device),
-        momentum=momentum or 0.0,
-        nesterov=nesterov,
+        store=ShardStore(sharded.shards, sharded.device, momentum or 0.0, nesterov),
         seed=seed,
         same_order=True,
         in_place=True,
     )
+    method.bind(reducer)
     exchange = ReplicaExchange(model, sharded, reducer)
     _copy(sharded.local_shards(), group)
     return exchange

@@ -212,7 +212,7 @@ class DDPState:
         else:
             self.reducer = self._make(
                 ReplicaEngine(self._nodes.between, device),
-                store=ShardStore(self._nodes.inside, *old.store.momentum("")),
+                store=ShardStore(self._nodes.inside, device, *old.store.momentum("")),
             )
             old.method.bind(self.reducer)
         self.reducer.epoch = old.epoch

@@ -139,22 +139,35 @@ class BucketShard:
 
 
 class ShardStore(MemoryStore):
-    """States of shards, each rank's of a node its own: a node's gradient has the norm of all.
+    """States of shards, of which each rank of a group has its own: a gradient has the norm of all.
 
     Args:
-        inside: the process group of the node.
+        shards: the process group of the ranks whose shards make a whole gradient.
+        device: that of the gradients.
         momentum, nesterov: see ``MemoryStore``.
     """
 
-    def __init__(self, inside: dist.ProcessGroup, momentum: float, nesterov: bool) -> None:
+    def __init__(
+        self,
+        shards: dist.ProcessGroup,
+        device: torch.device,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
         super().__init__(momentum, nesterov)
-        self._inside = inside
+        self._shards, self._device = shards, device
 
     def norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
-        own, like = float(super().norm(gradients)), next(iter(gradients.values()))
-        total = torch.tensor(own * own, dtype=torch.float64, device=like.device)
-        dist.all_reduce(total, group=self._inside)
+        """See ``Store.norm``; a collective of the group, also of ranks that have no elements."""
+        own = float(super().norm(gradients))
+        total = torch.tensor(own * own, dtype=torch.float64, device=self._device)
+        with naming_lost_ranks(self._shards):
+            dist.all_reduce(total, group=self._shards)
         return math.sqrt(total.item())
+
+    def for_messages(self, like: Any) -> torch.Tensor:
+        # There may be no gradient, of which this would be one.
+        return like if isinstance(like, torch.Tensor) else torch.empty(0, device=self._device)
 
 
 def check_nodes(nodes: Any) -> None:
