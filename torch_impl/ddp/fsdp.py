@@ -271,6 +271,8 @@ def compress_replicas(
         method,
         ReplicaEngine(group, sharded.device),
         store=ShardStore(sharded.shards, sharded.device, momentum or 0.0, nesterov),
+        momentum=momentum or 0.0,
+        nesterov=nesterov,
         seed=seed,
         same_order=True,
         in_place=True,
