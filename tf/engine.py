@@ -14,7 +14,8 @@ import tensorflow as tf
 from horovod.tensorflow import allreduce, mpi_ops  # Horovod's own, before it is wrapped
 
 from hvd_compress.agreement import Terms
-from hvd_compress.base import Array, Outcome
+from hvd_compress.base import Array
+from hvd_compress.engines.joining import Exchanged
 from hvd_compress.engines.named import Op, ProcessSetEngine
 
 _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
@@ -68,7 +69,7 @@ class HorovodEngine(ProcessSetEngine):
     def _wait(self, handle: Any) -> Any:
         return handle
 
-    def _with_replies(self, result: dict[str, Outcome], replies: list[Any]) -> Any:
+    def _with_replies(self, result: Any, replies: list[Any]) -> Any:
         """Return ``result`` such that the graph reads all replies.  A graph leaves out collectives
         whose replies are not read, and other ranks would wait for them.
 
@@ -82,7 +83,7 @@ class HorovodEngine(ProcessSetEngine):
         with tf.device("CPU:0"):
             all_there = tf.raw_ops.Assert(condition=True, data=read)
         with tf.control_dependencies([all_there]):
-            return {name: _identity(outcome) for name, outcome in result.items()}
+            return _identity(result)
 
     def _split(self, own: tf.Tensor, everything: tf.Tensor) -> list[tf.Tensor]:
         each = own.shape[0]
@@ -115,11 +116,18 @@ class HorovodEngine(ProcessSetEngine):
         return tf.bitcast(total, tf.bfloat16)[:n]
 
 
-def _identity(outcome: Outcome) -> Outcome:
-    """Return an outcome whose direction is a node of its own."""
-    if outcome.update is None:
-        return outcome._replace(mean=tf.identity(outcome.mean))
-    return outcome._replace(update=tf.identity(outcome.update))
+def _identity(result: Any) -> Any:
+    """Return what the exchange of a bucket returned, with directions that are nodes of their own:
+    of each plan in it, and outcomes by name."""
+    if isinstance(result, list):
+        return [_identity(part) for part in result]
+    if isinstance(result, Exchanged):
+        return result._replace(directions=[tf.identity(x) for x in result.directions])
+    found = {}
+    for name, outcome in result.items():
+        key = "mean" if outcome.update is None else "update"
+        found[name] = outcome._replace(**{key: tf.identity(outcome.direction)})
+    return found
 
 
 def _opaque(x: tf.Tensor, agreed: tf.Tensor | None) -> tf.Tensor:
