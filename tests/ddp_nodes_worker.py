@@ -210,6 +210,9 @@ def wrong_nodes_are_errors_on_every_rank() -> None:
         _compressed("topk", nodes=3)
     with pytest.raises(ConfigError, match=r"mesh of two dimensions.*of just these"):
         _compressed("topk", nodes=MESHES["4x1"]["replica"])
+    crossed = DeviceMesh(DEVICE.type, [[1, 0], [2, 3]])
+    with pytest.raises(ConfigError, match="let the ranks of every row ascend"):
+        _compressed("topk", nodes=crossed)
     uneven = {"GROUP_RANK": str(int(dist.get_rank() > 0))}
     with (
         mock.patch.dict(os.environ, uneven),

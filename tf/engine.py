@@ -15,7 +15,6 @@ from horovod.tensorflow import allreduce, mpi_ops  # Horovod's own, before it is
 
 from hvd_compress.agreement import Terms
 from hvd_compress.base import Array
-from hvd_compress.engines.joining import Exchanged
 from hvd_compress.engines.named import Op, ProcessSetEngine
 
 _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
@@ -121,8 +120,9 @@ def _identity(result: Any) -> Any:
     of each plan in it, and outcomes by name."""
     if isinstance(result, list):
         return [_identity(part) for part in result]
-    if isinstance(result, Exchanged):
-        return result._replace(directions=[tf.identity(x) for x in result.directions])
+    if isinstance(result, tuple):
+        plan, own = result
+        return plan, own._replace(directions=[tf.identity(x) for x in own.directions])
     found = {}
     for name, outcome in result.items():
         key = "mean" if outcome.update is None else "update"

@@ -83,12 +83,13 @@ class Tally:
         extents: Sequence[tuple[int, int]],
         counts: Sequence[int | None],
     ) -> None:
-        self._names, self.weights, self._extents = names, weights, extents
+        self._names, self.weights, self.extents = names, weights, extents
         self._known = [0 if count is None else count for count in counts]
         self._bounds = np.array([0, *itertools.accumulate(weights)])
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget what was counted."""
         self._steps, self._sums = 0, np.zeros((3, len(self.weights)), np.int64)
         self._symbols: list[list[Any]] = []  # the same of each step of a graph
 
@@ -113,7 +114,7 @@ class Tally:
         if not self._steps:
             return
         own = [records.setdefault(name, Record()) for name in self._names]
-        each = zip(own, self._extents, self._known, self._sums.T.tolist(), strict=True)
+        each = zip(own, self.extents, self._known, self._sums.T.tolist(), strict=True)
         for record, (elements, nbytes), known, (sent, received, found) in each:
             record.steps += self._steps
             record.elements += self._steps * elements
@@ -126,4 +127,4 @@ class Tally:
                 record.bytes_sent = _plus(record.bytes_sent, sent)
                 record.bytes_received = _plus(record.bytes_received, received)
                 record.elements_sent = _plus(record.elements_sent, found)
-        self._clear()
+        self.clear()

@@ -82,7 +82,7 @@ class Placed:
         gradient, state: its arrays.
         place: as its method has said.
         momentum: of the optimizer.
-        nbytes: the bytes of the uncompressed gradient.
+        extent: the elements and bytes of the uncompressed gradient.
 
     Attributes:
         look: what decides about its bucket.
@@ -95,12 +95,12 @@ class Placed:
         state: State,
         place: Place,
         momentum: float,
-        nbytes: int = 0,
+        extent: tuple[int, int] = (0, 0),
     ) -> None:
         self.name, self.gradient, self.state = name, gradient, state
-        self.place, self.momentum = place, momentum
+        self.place, self.momentum, self.extent = place, momentum, extent
         text = f"joint work of weight {place.weight}"
-        self.look = Look((Placed, place.form, place.key), False, nbytes, text)
+        self.look = Look((Placed, place.form, place.key), False, extent[1], text)
 
 
 Entry = Member | Placed
@@ -145,8 +145,6 @@ class Exchanged(NamedTuple):
         record: the bytes of the step.
     """
 
-    plan: Plan
-    gradients: Sequence[Array]
     directions: Sequence[Array | Sparse]
     states: Mapping[int, State]
     counts: Any
@@ -160,7 +158,7 @@ def exchanged(plan: Plan, tensors: Tensors, step: Context) -> Generator[Collecti
     directions, states, counts = yield from exchange
     if tensors.flat is not None:  # whose owner may not have the states yet
         states = {i: {**old, **states.get(i, {})} for i, old in enumerate(tensors.states)}
-    return Exchanged(plan, tensors.gradients, directions, states, counts, record)
+    return Exchanged(directions, states, counts, record)
 
 
 def joined(

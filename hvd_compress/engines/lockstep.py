@@ -123,14 +123,17 @@ class World:
     def _joined(self, rank: int, gradients: Mapping[str, Array], context: dict[str, Any]) -> Any:
         """A rank's exchange of all tensors."""
         entries: list[Entry] = []
-        if self.compressor.needs_gradient_norm:
+        steps = {self.steps.get(name, 0) for name in gradients}
+        common = Context("", rank, self.size, 0, self.epoch, self.seed)._replace(**context)
+        if self.compressor.needs_gradient_norm and "gradient_norm" not in context:
             norms = [float(backend_of(g).norm(g)) for g in gradients.values()]
-            context = {"gradient_norm": math.hypot(*norms), **context}
+            common = common._replace(gradient_norm=math.hypot(*norms))
         for name, gradient in gradients.items():
             method = self.compressor.for_tensor(name, backend_of(gradient).shape(gradient))
             step, state = self.steps.get(name, 0), self.states[name][rank]
-            common = Context(name, rank, self.size, step, self.epoch, self.seed)._replace(**context)
-            place = None if self._plans is None else method.place(gradient, common)
+            common = common._replace(name=name, step=context.get("step", step))
+            is_one = self._plans is not None and len(steps) == 1  # a plan is in one step
+            place = method.place(gradient, common) if is_one else None
             if place is not None:
                 entries.append(Placed(name, gradient, state, place, common.momentum))
                 continue

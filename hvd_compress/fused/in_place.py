@@ -161,6 +161,8 @@ class InPlacePlan(Plan):
         new: dict[int, State] = {}
         if not is_known or arrays.new is not None or not all(finite):
             new = dict(enumerate(settled(arrays.by_tensor(), finite, arrays.new)))
+            if is_known and arrays.new is None:  # others are where the old ones were
+                new = {i: state for i, state in new.items() if not finite[i]}
         return Averages(directions, new, arrays.counts)
 
     def empty(self, like: Array) -> Array:

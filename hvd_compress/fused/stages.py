@@ -109,6 +109,7 @@ class Stages:
                 residual -= sent
             return
         assert isinstance(sent, np.ndarray | Sparse)
+        context = context._replace(nesterov=self.nesterov)
         for part in _parts(x.size):
             its_x, its_states, its_sent = x[part], _at(states, part), _sent_in(sent, part)
             _, own = self._updated(its_x, its_states, context)

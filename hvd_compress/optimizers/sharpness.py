@@ -59,6 +59,8 @@ class SAM:
         Raises:
             ConfigError: there is no gradient at all.
         """
+        if not weights:
+            return []
         xp = backend_of(weights[0])
         wide = [None if g is None else xp.widen(g) for g in gradients]
         found = [g for g in wide if g is not None]

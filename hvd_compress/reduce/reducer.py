@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 
@@ -49,6 +49,14 @@ from hvd_compress.stats import Record, Stats, norm_of_residual
 from hvd_compress.times import Clock
 
 _NOTHING = np.empty(0)
+
+
+class _InUse(NamedTuple):
+    """The plan of a bucket, what the places in it depended on, and what it counts."""
+
+    plan: Plan
+    made_for: Hashable
+    tally: Tally
 
 
 @final
@@ -147,7 +155,6 @@ class Reducer:
         self.phase = ""
         self.learning_rate: float | None = None
         self._records: dict[str, Record] = {}
-        self._tallies: dict[tuple[str, ...], Tally] = {}  # by the names of a bucket
         self.clock = Clock()
         self.buckets = Buckets(
             lambda: self.engine,
@@ -160,8 +167,7 @@ class Reducer:
             go_on=self._go_on,
         )
         self._now: Hashable = None  # what this step's places depend on but gradients
-        #: by the names of a bucket, its plan, and what the places in it depended on
-        self._plans: dict[tuple[str, ...], tuple[Plan, Hashable]] = {}
+        self._plans: dict[tuple[str, ...], _InUse] = {}  # by the names of a bucket
         self._local, self._shared = LocalEngine(), engine
         self._current: Engine | None = None  # of the step that has begun
         self._deferred: dict[str, Array] = {}  # gradients, until the norm of all is known
@@ -169,7 +175,7 @@ class Reducer:
         self._common = Context()  # what the contexts of all tensors have in common in this step
         self._scratch = scratch
         self._buckets: list[tuple[str, ...]] | None = None  # that plans were made for
-        self._planned_for = engine.size  # ranks for which the buckets were planned
+        self._planned_for = engine.size  # ranks for which the buckets were in_use
         self.homes = Homes(self.store.names, self.store.get)
         self._undo, self.keeps_undo = Undo(self.store), False
         self.finds_unused, self._unused = finds_unused, set[str]()
@@ -190,14 +196,14 @@ class Reducer:
 
     @property
     def records(self) -> dict[str, Record]:
-        for tally in self._tallies.values():
-            tally.settle(self._records)
+        for in_use in self._plans.values():
+            in_use.tally.settle(self._records)
         return self._records
 
-    def _close_tallies(self) -> None:
-        for tally in self._tallies.values():
-            tally.settle(self._records)
-        self._tallies.clear()
+    def _forget_plans(self) -> None:
+        for in_use in self._plans.values():
+            in_use.tally.settle(self._records)
+        self._plans.clear()
 
     def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
         """Average gradients, and return the direction of the optimizer's step by name: the average,
@@ -246,13 +252,13 @@ class Reducer:
             return
         if self.chooser is not None:
             self.chooser.sees(self)
-        self._undo.forget()
-        if self.keeps_undo:
-            self._undo.keep(self.store.names())
         self._current = self.engine
         if self._current.size != self._planned_for:  # which ranks see in the same step
             self._planned_for = self._current.size
             self.forget_plan()
+        self._undo.forget()
+        if self.keeps_undo:
+            self._undo.keep(self.store.names())
         self._now = self._circumstances()
         self._common = Context(
             rank=self._current.rank,
@@ -272,9 +278,9 @@ class Reducer:
         for instance when they have exchanged their states: ranks that have come later have no plan.
         """
         self.buckets.forget()
-        self._close_tallies()
+        self._forget_plans()
         self._undo.forget()
-        self._buckets, self._plans = None, {}
+        self._buckets = None
 
     def change_method(self, method: Compressor) -> None:
         """Use another method from the next step on, with states of its own.  To be called on all
@@ -321,8 +327,6 @@ class Reducer:
             raise
         self._agrees = False
         self._undo.step = self.step if self.keeps_undo else None
-        if self._buckets is not self.buckets.plan:  # plans of other buckets take memory
-            self._buckets, self._plans = self.buckets.plan, {}
         expected, self._in_flight, self._current = self._in_flight, {}, None
         self.step += 1
         self.clock.steps += 1
@@ -330,10 +334,13 @@ class Reducer:
         directions: dict[str, Any] = {}
         for part in itertools.chain.from_iterable(parts):
             directions |= (
-                self._averaged(part)
-                if isinstance(part, Exchanged)
-                else {name: self._received(name, outcome) for name, outcome in part.items()}
+                {name: self._received(name, outcome) for name, outcome in part.items()}
+                if isinstance(part, dict)
+                else self._averaged(*part)
             )
+        if self._buckets is not self.buckets.plan:  # plans of other buckets take memory
+            self._forget_plans()
+            self._buckets = self.buckets.plan
         if directions.keys() != expected.keys():
             raise CompressionError(f"lost on the way: {expected.keys() - directions.keys()}")
         if self.finds_unused and expected:
@@ -402,7 +409,8 @@ class Reducer:
         """Discard everything in flight, because the collectives failed or a checkpoint was
         loaded."""
         self._in_flight, self._deferred, self._agrees, self._current = {}, {}, False, None
-        self._plans, self._unused = {}, set()
+        self._forget_plans()
+        self._unused = set()
         self._undo.forget()
         self.clock.awaited()
         if self.chooser is not None:
@@ -423,20 +431,13 @@ class Reducer:
             return self.store.multiplied(outcome.direction, self.engine.size)
         return outcome.direction
 
-    def _averaged(self, bucket: Exchanged) -> dict[str, Array]:
+    def _averaged(self, in_use: _InUse, found: Exchanged) -> dict[str, Array]:
         """The same of a bucket, by name."""
-        plan, tally = bucket.plan, self._tallies.get(bucket.plan.names)
-        if tally is None or tally.weights != plan.weights:
-            gradients = zip(plan.names, bucket.gradients, strict=True)
-            extents = [self.store.extent(name, gradient) for name, gradient in gradients]
-            if tally is not None:
-                tally.settle(self._records)
-            tally = Tally(plan.names, plan.weights, extents, plan.counts)
-            self._tallies[plan.names] = tally
-        tally.count(bucket.record, bucket.counts)
-        for i, state in bucket.states.items():
+        plan = in_use.plan
+        in_use.tally.count(found.record, found.counts)
+        for i, state in found.states.items():
             self.store.keep(plan.names[i], state)
-        directions, size = bucket.directions, self.engine.size if self.sums else 1
+        directions, size = found.directions, self.engine.size if self.sums else 1
         if size != 1 and plan.additive:
             directions = [self.store.multiplied(direction, size) for direction in directions]
         return dict(zip(plan.names, directions, strict=True))
@@ -460,24 +461,24 @@ class Reducer:
         if (of_store := self.store.circumstances()) is None:
             return None
         schedules = [schedule(self.step, self.epoch) for schedule in schedules_of(self.method)]
-        return self.engine.size, self.sums, of_store, *schedules
+        return self.engine.rank, self.engine.size, self.sums, of_store, *schedules
 
     def _go_on(self, names: tuple[str, ...]) -> Generator[Request, Any, Any] | None:
         """Return the exchange of a bucket by the plan that it has, without asking the method where
         each tensor belongs; ``None`` if that may have changed."""
         if self._now is None or names not in self._plans:
             return None
-        plan, made_for = self._plans[names]
-        if made_for != self._now:
+        in_use = self._plans[names]
+        if in_use.made_for != self._now:
             return None
         gradients = [self._in_flight[name] for name in names]
         if (found := self.store.of_bucket(names, gradients)) is None:
             return None
         tensors = Tensors(gradients, *found)
-        return self._by_plan(plan, tensors) if plan.takes(tensors) else None
+        return self._by_plan(in_use, tensors) if in_use.plan.takes(tensors) else None
 
-    def _by_plan(self, plan: Plan, tensors: Tensors) -> Generator[Request, Any, list[Exchanged]]:
-        return [(yield from exchanged(plan, tensors, self._common))]
+    def _by_plan(self, in_use: _InUse, tensors: Tensors) -> Generator[Request, Any, list[Any]]:
+        return [(in_use, (yield from exchanged(in_use.plan, tensors, self._common)))]
 
     def _entries(self, names: Sequence[str]) -> list[Entry]:
         """Find out how the tensors of a bucket are exchanged, and begin what each has of its
@@ -492,9 +493,11 @@ class Reducer:
         if exchange is None:
             method = self.method.for_tensor(name, backend_of(gradient).shape(gradient))
             state = store.state_for(name, gradient, method)
-            if (place := method.place(gradient, context)) is not None:
-                return Placed(name, gradient, state, place, context.momentum, nbytes)
+            # Also of a tensor with a place: in another step it may have none.
             common = self.homes.hand(name, lambda: method.common(gradient))
+            if (place := method.place(gradient, context)) is not None:
+                extent = elements, nbytes
+                return Placed(name, gradient, state, place, context.momentum, extent)
             exchange = method.exchange(gradient, {**state, **common}, context)
         record = self._records.setdefault(name, Record())
         record.steps += 1
@@ -507,14 +510,26 @@ class Reducer:
         groups, members = groups_of(entries)
         found: list[Any] = []
         for group in groups:
-            names = tuple(each.name for each in group)
-            known, _ = self._plans.get(names, (None, None))
-            plan = plan_for(group, self._common, known)
-            self._plans[names] = plan, self._now
-            found.append((yield from exchanged(plan, tensors_of(group), self._common)))
+            found += yield from self._by_plan(self._in_use(group), tensors_of(group))
         if members:
             found.append((yield from joined(members, self.engine.rank, self.engine.size)))
         return found
+
+    def _in_use(self, group: Sequence[Placed]) -> _InUse:
+        """Return the plan of tensors that have one in common, and note it."""
+        names, extents = tuple(each.name for each in group), [each.extent for each in group]
+        known = self._plans.get(names)
+        plan = plan_for(group, self._common, None if known is None else known.plan)
+        if known is not None and plan is known.plan and extents == known.tally.extents:
+            tally = known.tally
+        else:
+            if known is not None:
+                known.tally.settle(self._records)
+            tally = Tally(names, plan.weights, extents, plan.counts)
+        # Gradients that are widened are looked at in every step.
+        is_as_given = all(_dtype(each.gradient) == _dtype(each.place.x) for each in group)
+        self._plans[names] = in_use = _InUse(plan, self._now if is_as_given else None, tally)
+        return in_use
 
     def _context(self, name: str) -> Context:
         (momentum, nesterov), rate = self.store.momentum(name), self.store.rate(name)
@@ -564,7 +579,8 @@ class Reducer:
         """Begin at zero with all that :meth:`stats` counts: called after every step, it makes them
         those of one step."""
         self._check_at_rest("reset_stats()")
-        self._tallies.clear()
+        for in_use in self._plans.values():
+            in_use.tally.clear()
         self._records.clear()
         self.clock.reset()
 
@@ -652,6 +668,11 @@ class Reducer:
         )
         buckets.start(by_name)
         return {name: x for part in buckets.finish(like) for name, x in part.items()}
+
+
+def _dtype(x: Array) -> str:
+    dtype: str = backend_of(x).dtype(x)
+    return dtype
 
 
 def check_momentum(method: Compressor, momentum: float) -> None:

@@ -11,7 +11,7 @@ request        reply                                         used by
 ``Broadcast``  the array of one rank                         values that one rank decides about
 ``SparseSum``  sum of sparse vectors, and what was left out  top-k by an algorithm of choice
 ``Batch``      a function of arrays, without communication   many small matrices at once
-``Joint``      this tensor's part of one exchange for many   fused loops over a whole bucket
+``Joint``      this tensor's part of one exchange for many   one network for all tensors
 =============  ============================================  ======================================
 """
 

@@ -46,7 +46,8 @@ class Ranks:
         for group in groups_of(entries)[0]:
             names = tuple(each.name for each in group)
             plans[names] = plan_for(group, step, plans.get(names))
-            found.append((yield from exchanged(plans[names], tensors_of(group), step)))
+            done = yield from exchanged(plans[names], tensors_of(group), step)
+            found.append((names, done))
         return found
 
     def exchange(self, gradients):
@@ -57,8 +58,8 @@ class Ranks:
         outcomes = []
         for buckets in run([self.begun(rank, own) for rank, own in enumerate(gradients)]):
             own = {}
-            for found in buckets:
-                for i, name in enumerate(found.plan.names):
+            for names, found in buckets:
+                for i, name in enumerate(names):
                     own[name] = Outcome(found.directions[i], None, found.states[i])
             outcomes.append(own)
         self.states = [{n: o.state for n, o in own.items()} for own in outcomes]

@@ -13,7 +13,7 @@ it is sent; exchanges of several rounds finish after the last bucket was sent.
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -112,6 +112,8 @@ class DDPState:
             ranks each; or a mesh of two dimensions, (nodes, ranks of a node).  ``None``: every rank
             exchanges whole gradients.  States, statistics and options by size are those of a rank's
             shards, and the state is made, or gets its first gradients, on all ranks together.
+            All ranks pass it: those with ``None`` would not take part in the comparison, and the
+            others wait for them.
 
     Raises:
         ConfigError: the method takes momentum over, and none was named; ``residuals`` is neither
@@ -206,7 +208,7 @@ class DDPState:
                 "seed": str(old.seed),
                 "parameters": listed((name, p.shape) for p, name in self._names.items()),
             }
-            self._nodes = nodes_of(self._given_nodes, self._group, terms)
+            self._nodes = nodes_of(self._given_nodes, self._group, device, terms)
         if self._nodes is None:
             self.reducer = self._make(ProcessGroupEngine(self._group, device))
         else:
@@ -349,15 +351,21 @@ class DDPState:
 
     def _start_exchange(self, bucket: _HookBucket) -> None:
         parts, parameters = bucket.views, bucket.parameters
+        names = [self._names[p] for p in parameters]
+        unused: Collection[str] = ()
+        if self.reducer.finds_unused:
+            unused = self._used.unused(dict(zip(names, parts, strict=True)), parameters)
+            if self._nodes is not None:
+                unused = self._nodes.unused(names, unused, bucket.buffer.device)
         if self._nodes is not None:
             bucket.shard = BucketShard(self._nodes, bucket.views)
             # The last ranks may have nothing of a small parameter, nor have their counterparts.
-            theirs = zip(bucket.shard.parts, parameters, strict=True)
-            found = [(part, p) for part, p in theirs if part.numel()]
-            parts, parameters = [part for part, _ in found], [p for _, p in found]
-        bucket.results = dict(zip((self._names[p] for p in parameters), parts, strict=True))
+            theirs = zip(names, bucket.shard.parts, strict=True)
+            bucket.results = {name: part for name, part in theirs if part.numel()}
+        else:
+            bucket.results = dict(zip(names, parts, strict=True))
         if gradients := {name: part.contiguous() for name, part in bucket.results.items()}:
-            self.reducer.start_together(gradients, self._used.unused(gradients, parameters))
+            self.reducer.start_together(gradients, gradients.keys() & set(unused))
 
     def _watch(self, parameters: Iterable[torch.Tensor]) -> None:
         if self.reducer.finds_unused:

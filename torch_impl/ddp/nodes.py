@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,14 @@ class Nodes:
         with naming_lost_ranks(self.inside):
             reduce_scatter(own, rows.view(-1), group=self.inside)
         return own.div_(self.ranks / before)
+
+    def unused(self, names: Sequence[str], own: Collection[str], device: torch.device) -> set[str]:
+        """Return which of these parameters no rank of the node has used, given those that this rank
+        has not."""
+        used = torch.tensor([name not in own for name in names], dtype=torch.int32, device=device)
+        with naming_lost_ranks(self.inside):
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=self.inside)
+        return {name for name, any_ in zip(names, used.tolist(), strict=True) if not any_}
 
     def all_rows(self, own: torch.Tensor) -> torch.Tensor:
         """Return the rows of the node's ranks, of shape (ranks, elements)."""
@@ -182,16 +190,19 @@ def check_nodes(nodes: Any) -> None:
         )
 
 
-def nodes_of(nodes: Any, group: Any, terms: Terms) -> Nodes | None:
+def nodes_of(nodes: Any, group: Any, device: torch.device, terms: Terms) -> Nodes | None:
     """Return this rank's place among nodes; ``None`` where each node has one rank, and nothing to
     share.  A collective of all ranks of ``group``, which also compares ``terms``.
 
     Args:
         nodes: as for :func:`check_nodes`.
-        group: the process group that averages; ``None`` for the default one.
+        group: the process group that averages; ``None`` for the default one.  New groups have its
+            library and its time-out.
+        device: that of the gradients.
 
     Raises:
-        ConfigError: nodes have different numbers of ranks, or a mesh has other ranks.
+        ConfigError: nodes have different numbers of ranks, or a mesh has other ranks, or in an
+            order in which ranks with the same shard would not be in one column.
         MismatchError: the ranks differ in ``terms`` or nodes.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -203,6 +214,14 @@ def nodes_of(nodes: Any, group: Any, terms: Terms) -> Nodes | None:
                 f"nodes is a mesh of the ranks {text}, and DistributedDataParallel averages over "
                 f"ranks {sorted(ranks)}: pass a mesh of two dimensions, nodes and ranks of a node, "
                 "of just these"
+            )
+        # A group's ranks are in ascending order, whatever that of the mesh.
+        rows = nodes.mesh.tolist()
+        ordered = [list(map(sorted(row).index, row)) for row in rows]
+        if ordered.count(ordered[0]) < len(rows):
+            raise ConfigError(
+                f"nodes is a mesh of the ranks {text}: let the ranks of every row ascend, as those "
+                "of init_device_mesh(device, (nodes, ranks_per_node)) do"
             )
         return Nodes(nodes.get_group(1), nodes.get_group(0)) if nodes.size(1) > 1 else None
     if nodes == "auto":
@@ -229,7 +248,17 @@ def nodes_of(nodes: Any, group: Any, terms: Terms) -> Nodes | None:
         )
     if sizes == {1}:
         return None
+    table = [sorted(node) for node in table]  # as the ranks of a group are
     here = next(node for node in table if dist.get_rank() in node)
     place = here.index(dist.get_rank())
+    options = {"timeout": _timeout_of(group, device), "backend": dist.get_backend(group)}
     members = here, [node[place] for node in table]
-    return Nodes(*(dist.new_group(each, use_local_synchronization=True) for each in members))
+    return Nodes(
+        *(dist.new_group(each, use_local_synchronization=True, **options) for each in members)
+    )
+
+
+def _timeout_of(group: Any, device: torch.device) -> Any:
+    """Return the time-out of a group's collectives, ``None`` where PyTorch does not say it."""
+    library = (group or dist.group.WORLD)._get_backend(device)
+    return getattr(getattr(library, "options", None), "_timeout", None)

@@ -129,7 +129,9 @@ class ProcessGroupEngine(TorchEngine):
             work.wait()
         elif op.kind == "gather":
             received = self._gathered(op, received.tolist())
-        if is_staged:
+        if is_staged and received.dtype == torch.bfloat16:  # which NumPy lacks
+            received = received.cpu()
+        elif is_staged:
             received = torch.from_numpy(backend.to_numpy(received))
         if op.splits is not None:
             return received, sizes

@@ -105,6 +105,8 @@ def own_shard(saved: Mapping[str, Any], inside: Any) -> Mapping[str, Any]:
     Raises:
         ConfigError: there is none, or nodes had another number of ranks.
     """
+    if _OF not in saved and not saved.get("states"):  # before the first step
+        return saved
     here = 1 if inside is None else dist.get_world_size(inside)
     there = whole(saved, _OF, 1) if _OF in saved else 1
     if here != there:

@@ -102,7 +102,7 @@ class PowerStep:
             )
             kernels.right[self._programs(self._column_blocks)](
                 *(*tables, self._column_blocks, self._p, self.own),
-                array=kernels.OUT if _keeps(columns) else kernels.X,
+                array=(kernels.OUT if _keeps(columns) else kernels.X).value,
                 columns=self._columns,
                 runs=self._runs,
                 width=self._wide,
@@ -131,7 +131,7 @@ class PowerStep:
             kernels.settle[blocks](
                 *(*tables, self._element_blocks, self._p, self._new, self.own),
                 *(self._alive, self._overflows),
-                array=kernels.OUT if _keeps(columns) else kernels.X,
+                array=(kernels.OUT if _keeps(columns) else kernels.X).value,
                 keeps=_keeps(columns),
                 columns=self._columns,
                 width=_WIDTH,

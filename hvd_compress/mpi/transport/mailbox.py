@@ -37,7 +37,10 @@ class Mailbox:
     def send(self, frame: np.ndarray, to: int) -> None:
         """Begin to send a frame (1-D, uint8), which must not be changed any more."""
         if frame.nbytes >= TOO_MANY:
-            raise UnsupportedError(f"a message of {frame.nbytes} bytes: use more servers")
+            raise UnsupportedError(
+                f"a message of {frame.nbytes} bytes: at most {TOO_MANY - 1} are sent at once, so "
+                "divide the parameters among several ParameterServers"
+            )
         self.comm.bytes_sent += frame.nbytes
         request = self.comm.mpi.Isend([frame, frame.nbytes, MPI.BYTE], to, _TAG)
         self._leaving.append((request, frame, to))

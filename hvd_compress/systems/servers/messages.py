@@ -36,7 +36,7 @@ _CAUSES = "the ranks do not run the same version with the same options of the pa
 class MessageKind(enum.IntEnum):
     """The kinds of messages."""
 
-    # A gradient, from a worker; flag 1: its second part says which pieces have one
+    # A gradient, from a worker; flag 1: its second part says which parameters have one
     PUSH = 1
     LEAVE = 2  # the worker sends no more; flag 1: because of an error
     PARAMETERS = 3  # the reply; flag 1: the gradient was taken

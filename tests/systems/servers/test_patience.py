@@ -64,7 +64,7 @@ def test_the_others_wait_for_so_long_and_no_longer():
 
 
 def test_who_waits_since_before_the_silence_has_not_waited_for_it():
-    """Of bounded staleness: worker 0 is ahead and waits; worker 1 sends one after the other."""
+    """Worker 0 waits; worker 1 sends one after the other."""
     clock = Clock()
     clock.push(0, 1.0, waits=True)
     for now in range(2, 200, 10):
