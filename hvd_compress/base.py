@@ -306,8 +306,8 @@ class Plan(abc.ABC):
     @abc.abstractmethod
     def exchange(self, tensors: Tensors, step: Context) -> Generator[Request, Any, Averages]:
         """Exchange the bucket; ``step`` has what is of the step, and nothing of a tensor.
-        Directions may be written into the gradients where ``step.in_place``; an entry of a state
-        that its owner replaces meanwhile stays as it was put."""
+        Directions may be written into the gradients where ``step.in_place``.  Where all is finite,
+        an entry of a state that its owner replaces meanwhile stays as it was put."""
 
 
 class Form(Protocol):
