@@ -250,18 +250,20 @@ def test_momentum_that_changes_in_every_step_plans_once():
     optimizer = distributed(model, "dgc:density=0.05")
     groups = optimizer.param_groups
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=20)
-    forms, plans = set(), []
+    exchanges, plans = [], []
     for step in range(12):
         optimizer.zero_grad()
         loss_of(model, 0, step).backward()
         optimizer.step()
         schedule.step()
         plans.append(optimizer.compression.reducer.buckets.plan)
-        buckets = optimizer.compression.reducer.buckets.bucket_of.values()
-        forms |= {id(bucket.form) for bucket in buckets if bucket.form is not None}
+        in_use = optimizer.compression.reducer._plans.values()
+        exchanges.append([each.plan for each in in_use])
     assert len({groups[0]["momentum"]} | {0.9}) == 2
     assert all(plan is plans[0] for plan in plans)
-    assert len(forms) == len(plans[0])
+    assert len(exchanges[1]) == len(plans[0])
+    for own in exchanges[2:]:
+        assert all(plan is first for plan, first in zip(own, exchanges[1], strict=True))
 
 
 def test_each_group_has_its_own_momentum():
