@@ -175,7 +175,7 @@ class Reducer:
         self._common = Context()  # what the contexts of all tensors have in common in this step
         self._scratch = scratch
         self._buckets: list[tuple[str, ...]] | None = None  # that plans were made for
-        self._planned_for = engine.size  # ranks for which the buckets were in_use
+        self._planned_for = engine.size  # ranks for which the buckets were planned
         self.homes = Homes(self.store.names, self.store.get)
         self._undo, self.keeps_undo = Undo(self.store), False
         self.finds_unused, self._unused = finds_unused, set[str]()
