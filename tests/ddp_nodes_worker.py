@@ -263,6 +263,15 @@ def an_untrained_head_keeps_its_state() -> None:
         # One rank of a node counts for all of it.
         _step_of(model, "b" if dist.get_rank() == 1 else "a", dist.get_rank(), 3)
         assert model.module.b.weight.grad.any()
+        after, before = _states(state), after
+        assert (after["b.weight"]["residual"] != before["b.weight"]["residual"]).any()
+        # So it is if its gradient is zero in the other rank's part.
+        b = model.module.b.weight
+        mask = torch.zeros_like(b)
+        mask[: -(-len(b) // OF_A_NODE)] = 1
+        masked = b.register_hook(lambda gradient, mask=mask: gradient * mask)
+        _step_of(model, "a" if _place() else "b", dist.get_rank(), 4)
+        masked.remove()
         assert (_states(state)["b.weight"]["residual"] != after["b.weight"]["residual"]).any()
 
 

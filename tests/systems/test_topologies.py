@@ -104,7 +104,7 @@ def test_a_matrix_of_ones_own(make):
 
 
 def test_a_directed_matrix_of_ones_own():
-    """Of those that are column stochastic alone, ranks would not agree on the average."""
+    """With weights that are column stochastic alone, ranks would not agree on the average."""
     c = np.array([[0.5, 0, 0.5], [0.25, 0.5, 0], [0.25, 0.5, 0.5]])
     with pytest.raises(ConfigError, match="doubly stochastic"):
         Diffusion(c).check_ranks(3)

@@ -163,7 +163,7 @@ def test_damaged_bytes_are_decoded_as_by_numpy(placed, codec, n, seed):
 @pytest.mark.parametrize("n", [1, 17, 4096, 9001])
 @pytest.mark.parametrize("length", [5, 4096, 5000, None])
 def test_orders_of_sums_are_those_of_numpy(placed, n, length):
-    """Of more elements than are added up in one go, and in runs of which the last one is short."""
+    """More elements than are added up in one go, and in runs of which the last one is short."""
     from hvd_compress.torch.triton import sum_kernels, sums
     from hvd_compress.torch.triton.tasks import Layout, Span
 
@@ -451,7 +451,7 @@ def test_buckets_of_a_step_that_fails_keep_their_states(
 
 @pytest.mark.parametrize("method", [BUCKETS[0], BUCKETS[3], BUCKETS[6]], ids=repr)
 def test_buckets_of_an_optimizer_are_those_of_the_host(placed, by_triton, method):
-    """Where arrays are taken as they were in the step before."""
+    """Arrays are taken as they were in the step before."""
     own, other = (Reducer(method, LocalEngine(), in_place=True) for _ in "01")
     random, states = np.random.default_rng(3), {}
     for step in range(5):

@@ -367,8 +367,8 @@ def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, constants, tmp_p
 def compiled_for_gpus(
     kernel, signature, constants, folder, capabilities=(90,) if FEW else (80, 90), **options
 ):
-    """What a kernel is compiled to for compute capabilities, by the types of its arguments and the
-    values of those that are constant."""
+    """The results of compiling a kernel for compute capabilities, by the types of its arguments
+    and the values of those that are constant."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

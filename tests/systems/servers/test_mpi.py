@@ -29,7 +29,7 @@ class Job:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Of the server, the same on all ranks."""
+        """The numbers of the server, the same on all ranks."""
         every = [found["stats"] for found in self.found.values()]
         assert all(each == every[0] for each in every)
         return every[0]
