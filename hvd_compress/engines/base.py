@@ -14,6 +14,7 @@ from hvd_compress.agreement import Terms
 from hvd_compress.base import Array, Outcome
 from hvd_compress.errors import MismatchError
 from hvd_compress.requests import Batch, Collective, Joint
+from hvd_compress.times import phase
 
 
 class Engine(Protocol):
@@ -86,12 +87,13 @@ SAME_TENSORS = (
 def watched(
     exchange: Generator[Any, Any, Any], note: Callable[[Collective, Any], None]
 ) -> Generator[Any, Any, Any]:
-    """The exchange of a tensor in a bucket of its own; ``note(request, reply)`` learns of each of
-    its collectives."""
+    """The exchange of a tensor, or of a bucket by its plan, which asks for nothing that concerns
+    others; ``note(request, reply)`` learns of each of its collectives."""
     exchange, reply = alone(exchange), None
     while True:
         try:
-            request = exchange.send(reply)
+            with phase("other"):
+                request = exchange.send(reply)
         except StopIteration as stop:
             return stop.value
         reply = yield request

@@ -9,27 +9,22 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.engines.base import alone
+from hvd_compress.engines.base import watched
 from hvd_compress.requests import Collective
 from hvd_compress.sharding import divided
 from hvd_compress.stats import Record
-from hvd_compress.times import phase
 
 
 def counted(
     exchange: Generator[Any, Any, Any], record: Record, rank: int, size: int
 ) -> Generator[Collective, Any, Any]:
-    """Run an exchange, and count the bytes that it sends and receives to ``record``."""
-    exchange, reply = alone(exchange), None
-    while True:
-        try:
-            with phase("other"):
-                request = exchange.send(reply)
-        except StopIteration as stop:
-            return stop.value
+    """Return an exchange whose bytes are counted to ``record``."""
+
+    def note(request: Collective, reply: Any) -> None:
         record.bytes_sent += request.nbytes
-        reply = yield request
         count(record, request, reply, rank, size)
+
+    return watched(exchange, note)
 
 
 def count(record: Record, request: Collective, reply: Any, rank: int, size: int) -> None:
