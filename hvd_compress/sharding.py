@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 
@@ -26,7 +25,8 @@ def shards_of(n: int, parts: int, unit: int = 1) -> list[slice]:
     >>> shards_of(5, 2)
     [slice(0, 2, None), slice(2, 5, None)]
     """
-    return [slice(a, b) for a, b in itertools.pairwise(bounds_of(n, parts, unit))]
+    bounds = bounds_of(n, parts, unit)
+    return list(map(slice, bounds, bounds[1:]))
 
 
 def divided(n: Any, whole: int, start: Any, stop: Any) -> Any:

@@ -58,7 +58,7 @@ from hvd_compress.mpi import Communicator
 from hvd_compress.mpi.dense.direct import direct
 from hvd_compress.mpi.dense.halving_doubling import halving_doubling
 from hvd_compress.mpi.dense.ring import ring
-from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.transport.reduction import Reduction
 from mpi_examples.report import save
@@ -89,15 +89,15 @@ class Recorder(Channel):
         super().__init__(comm, comm.channel().tag)
         self.sent: list[tuple[int, np.ndarray]] = []
 
-    def send(self, array: np.ndarray, to: int) -> Any:
-        self.sent.append((to, array.copy()))
-        return super().send(array, to)
+    def exchange(self, incoming: Any, outgoing: Any, *place: Any) -> Wait:
+        self.sent += [(to, array.copy()) for to, array in outgoing.items()]
+        return super().exchange(incoming, outgoing, *place)
 
 
 def watch(algorithm: Algorithm, channel: Recorder, stops: list[Stop]) -> Iterator[Wait]:
     """The algorithm as it is: a generator of what it waits for."""
     for wait in algorithm:
-        sources = [message.peer for message in wait.messages if message.incoming]
+        sources = [peer for peer, _, comes in wait.messages if comes]
         stops.append(Stop(wait.phase, channel.sent, sources))
         channel.sent = []
         yield wait

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import mpi
-from hvd_compress.mpi.transport.point_to_point import exchange
 from hvd_compress.reduce import Reducer
 from hvd_compress.systems.graphs import Diffusion, train
 
@@ -186,7 +185,11 @@ def a_rank_that_is_needed_no_more_ends() -> None:
     last = 2 if CULPRIT != 2 else 0
     outgoing = {last: x} if rank == CULPRIT else {}
     arriving = {CULPRIT: np.empty(8)} if rank == last else {}
-    comm.run("the last call", exchange(comm.channel(), outgoing, arriving, "a message"))
+
+    def algorithm():
+        yield comm.channel().exchange(arriving, outgoing, "a message")
+
+    comm.run("the last call", algorithm())
 
 
 def a_rank_ends_early() -> None:

@@ -36,6 +36,7 @@ import mpi4py
 import numpy as np
 
 from hvd_compress.mpi.dense import mpi as mpis_own
+from hvd_compress.mpi.transport import channel as channels
 from hvd_compress.mpi.transport import communicator, handles, nodes, notes, progress
 from hvd_compress.mpi.tuning import measuring
 
@@ -84,6 +85,7 @@ class Request:
             for request in missing:
                 request.watch = watch
             return False
+        statuses += [Status() for _ in requests[len(statuses) :]]  # as mpi4py does
         for request, status in zip(requests, statuses, strict=True):
             status.error, status.count = request.error, request.count
         if any(request.error for request in requests):
@@ -530,9 +532,7 @@ class Simulation:
         library = Library()
         clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=self.pause)
         system = types.SimpleNamespace(sched_yield=self.pause)
-        open_channel, send, receive = (
-            getattr(communicator.Channel, name) for name in ("__init__", "send", "receive")
-        )
+        open_channel, exchange = channels.Channel.__init__, channels.Channel.exchange
 
         def opened(channel: Any, comm: Any, tag: int) -> None:
             open_channel(channel, comm, tag)
@@ -540,15 +540,12 @@ class Simulation:
             self._openings[key] += 1
             channel.opening = tag, self._openings[key]
 
-        def of_channel(method: Callable[..., Any]) -> Callable[..., Any]:
-            def posting(channel: Any, array: Any, peer: int) -> Any:
-                self.opening = channel.opening
-                try:
-                    return method(channel, array, peer)
-                finally:
-                    self.opening = None
-
-            return posting
+        def posting(channel: Any, *arrays: Any) -> Any:
+            self.opening = channel.opening
+            try:
+                return exchange(channel, *arrays)
+            finally:
+                self.opening = None
 
         class Ever(list[Any]):
             """Keeps those that are freed, too: their messages may be left over all the same."""
@@ -572,12 +569,7 @@ class Simulation:
             mock.patch.object(
                 measuring, "measure", functools.partial(measuring.measure, repeats=1)
             ),
-            mock.patch.multiple(
-                communicator.Channel,
-                __init__=opened,
-                send=of_channel(send),
-                receive=of_channel(receive),
-            ),
+            mock.patch.multiple(channels.Channel, __init__=opened, exchange=posting),
         ]
 
         class Patched(ExitStack):
@@ -590,4 +582,4 @@ class Simulation:
         return Patched()
 
 
-_USERS = (mpi4py, communicator, handles, nodes, notes, progress)
+_USERS = (mpi4py, channels, communicator, handles, nodes, notes, progress)

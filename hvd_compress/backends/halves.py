@@ -55,7 +55,8 @@ def _compiled(x: np.ndarray, out: np.ndarray) -> Any:
     """The compiled loops, if there are any and the arrays are as they want them."""
     from hvd_compress.kernels import native  # which is written over backends
 
-    fits = all(a.flags.c_contiguous and a.flags.aligned for a in (x, out))
+    own, theirs = x.flags, out.flags
+    fits = own.c_contiguous and own.aligned and theirs.c_contiguous and theirs.aligned
     return native.halves if fits and native is not None else None
 
 

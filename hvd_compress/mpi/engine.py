@@ -4,7 +4,7 @@ Exchanges start in the same order on all ranks, and each round has its own tags.
 round is complete starts its next round at once, without waiting for other exchanges.
 
 Sums are added in the order of the ranks and half precisions in float32: results are those of the
-lockstep world, bit for bit.
+lockstep world, bit for bit.  MPI's own collectives, which have no tags, are not used here.
 """
 
 from __future__ import annotations
@@ -19,17 +19,142 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.agreement import Terms, agreement
-from hvd_compress.base import Array
+from hvd_compress.backends import backend_of
+from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
+from hvd_compress.base import Array, Sparse
 from hvd_compress.engines.base import SAME_TENSORS, Comparing
 from hvd_compress.errors import MismatchError
-from hvd_compress.mpi.carriers import carry
+from hvd_compress.meetings.sparse_vectors import densify, give_back
+from hvd_compress.mpi.dense.payloads import alltoall, broadcast
+from hvd_compress.mpi.dense.running import blocks
+from hvd_compress.mpi.sparse.running import prepare
+from hvd_compress.mpi.transport.arrays import HALVES
+from hvd_compress.mpi.transport.channel import Channel, exchange
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Algorithm, Work, wait_for
+from hvd_compress.mpi.tuning.choosing import dense_of_exchange, sparse_of_exchange
+from hvd_compress.requests import (
+    Alltoall,
+    Broadcast,
+    Collective,
+    Gather,
+    Max,
+    Neighbors,
+    SparseSum,
+    SparseTotal,
+    Sum,
+)
 
 #: tags of one exchange, and of one of its rounds; a round opens fewer channels than it has tags
 _TAGS, _ROUND = 1024, 256
 #: seconds between two looks at what is in flight, which bindings ask for after every layer
 _PAUSE = 1e-4
+
+
+def _reduce(request: Sum | Max, comm: Communicator, tag: int, predivide: float) -> Algorithm:
+    array = request.array
+    xp = backend_of(array)
+    dtype = own_dtype = xp.dtype(array)
+    op, name, scale, owned = "max", "direct", 1.0, False
+    if isinstance(request, Sum):
+        op, name, dtype = "sum", request.algorithm or "direct", request.wire or own_dtype
+        scale, owned = predivide, request.owned
+    # Rounding is left to the blocks on their way, which are in the cache, while others are sent.
+    is_rounded_late = (
+        dtype in HALVES and own_dtype == "float32" and str(getattr(array, "device", "cpu")) == "cpu"
+    )
+    sent_from = "float32" if is_rounded_late else dtype
+    # Rounded first: what is too large by itself is sent as Inf, whatever the others have.
+    sent = array if scale == 1 else xp.divided(xp.round_to(array, dtype), scale)
+    own, is_ours = _on_wire(xp, sent, sent_from)
+    total = own if owned or is_ours or sent is not array else np.empty_like(own)
+
+    nbytes = own.nbytes // 2 if is_rounded_late else own.nbytes
+    algorithm = dense_of_exchange(comm, name, nbytes, dtype)
+    algorithms = blocks(comm, algorithm, own, dtype, total, op, tag=tag)
+    if len(algorithms) == 1:
+        yield from algorithms[0]
+    elif algorithms:
+        yield Work(comm, f"{op} of gradients", algorithms, algorithm.depth)
+    result = from_bfloat16(total) if sent_from == "bfloat16" else total
+    summed = xp.cast(xp.from_numpy(result, array), own_dtype)
+    summed = xp.reshape(summed, xp.shape(array))
+    return summed * scale if scale != 1 else summed
+
+
+def _sparse_sum(request: SparseSum, comm: Communicator, tag: int, predivide: float) -> Algorithm:
+    run = sparse_of_exchange(comm, request.algorithm)
+    options = {"values": request.wire, "indices": "packed", "op": "sum", "may_be_dense": True}
+    form, brought, rounded_off, like = prepare(request.sparse, request.n, comm, **options)
+    channel = Channel(comm, tag)
+    total, lost = yield from run(channel, brought, form)
+    return SparseTotal(
+        give_back(densify(total, form.n) if isinstance(total, Sparse) else total, like),
+        give_back(form.not_sent([rounded_off, lost]), like),
+        channel.bytes_sent,
+        channel.bytes_received,
+    )
+
+
+def _gather(request: Gather, comm: Communicator, tag: int, predivide: float) -> Algorithm:
+    payload, ranks = request.payload, comm.peers
+    xp = backend_of(payload)
+    message = xp.to_numpy(payload)
+    like = message if request.equal_sizes else None
+    messages = dict.fromkeys(ranks, message)
+    arrived = yield from exchange(Channel(comm, tag), messages, ranks, "payloads", like=like)
+    arrived[comm.rank] = message
+    return [xp.from_numpy(arrived[rank], payload) for rank in range(comm.size)]
+
+
+def _alltoall(request: Alltoall, comm: Communicator, tag: int, predivide: float) -> Algorithm:
+    xp = backend_of(request.payloads[0])
+    messages = list(map(xp.to_numpy, request.payloads))
+    arrived = yield from alltoall(Channel(comm, tag), messages, request.equal_sizes)
+    return [xp.from_numpy(part, request.payloads[0]) for part in arrived]
+
+
+def _neighbors(request: Neighbors, comm: Communicator, tag: int, predivide: float) -> Algorithm:
+    payload, sources = request.payload, request.sources
+    xp = backend_of(payload)
+    message = xp.to_numpy(payload)
+    like = message if request.equal_sizes else None
+    messages = dict.fromkeys(request.targets, message)
+    phase = "messages of neighbours"
+    arrived = yield from exchange(Channel(comm, tag), messages, sources, phase, like=like)
+    return [xp.from_numpy(arrived[source], payload) for source in sources]
+
+
+def _broadcast(request: Broadcast, comm: Communicator, tag: int, predivide: float) -> Algorithm:
+    xp, array = backend_of(request.array), request.array
+    buffer, is_ours = _on_wire(xp, array, xp.dtype(array))
+    buffer = buffer if is_ours else buffer.copy()
+    yield from broadcast(Channel(comm, tag), buffer.view(np.uint8), request.root)
+    result = from_bfloat16(buffer) if xp.dtype(array) == "bfloat16" else buffer
+    return xp.reshape(xp.cast(xp.from_numpy(result, array), xp.dtype(array)), xp.shape(array))
+
+
+#: by the kind of a request, what carries it out, given the communicator of the ranks, the first tag
+#: that nothing else uses in it and its subgroups, and by what arrays are divided before they are
+#: added, and sums multiplied
+CARRIERS: dict[type[Collective], Callable[..., Algorithm]] = {
+    Sum: _reduce,
+    Max: _reduce,
+    SparseSum: _sparse_sum,
+    Gather: _gather,
+    Alltoall: _alltoall,
+    Neighbors: _neighbors,
+    Broadcast: _broadcast,
+}
+
+
+def _on_wire(xp: Any, array: Any, dtype: str) -> tuple[np.ndarray, bool]:
+    """Return a flat array in host memory, as it is sent, bfloat16 as its bits; and whether it is
+    ours: a new one, and not the memory of ``array``."""
+    if dtype == "bfloat16":
+        return to_bfloat16(xp.to_numpy(xp.cast(array, "float32")).reshape(-1)), True
+    cast = xp.cast(array, dtype)
+    return xp.to_numpy(cast).reshape(-1), cast is not array
 
 
 class MpiEngine(Comparing):
@@ -54,19 +179,12 @@ class MpiEngine(Comparing):
         self, comm: MPI.Comm | Communicator | None = None, *, predivide: float = 1.0
     ) -> None:
         self.comm = Communicator.of(comm).duplicate("a new optimizer, reducer or engine")
+        self.rank, self.size = self.comm.rank, self.comm.size
         self.predivide = predivide
         self._agreement: Work | None = None
         self._in_flight: dict[str, Work] = {}
         self._started = 0  # exchanges ever
         self._polled = 0.0  # when
-
-    @property
-    def rank(self) -> int:
-        return self.comm.rank
-
-    @property
-    def size(self) -> int:
-        return self.comm.size
 
     def agree(self, terms: Terms, like: Array) -> None:
         self.comm.check()
@@ -131,9 +249,11 @@ class MpiEngine(Comparing):
         tag = self.comm.tags // 2 + self._started % generations * _TAGS
         self._started += 1
         # As a work it moves, and reports damage, whatever is waited for.
-        return Work(self.comm, "exchange of gradients", [self._rounds(name, exchange, tag)])
+        work = Work(self.comm, "exchange of gradients", [self._rounds(exchange, tag)])
+        work.note = f", with {name}"
+        return work
 
-    def _rounds(self, name: str, exchange: Generator[Any, Any, Any], tag: int) -> Algorithm:
+    def _rounds(self, exchange: Generator[Any, Any, Any], tag: int) -> Algorithm:
         """Carry out the rounds of an exchange one after the other, and return its result."""
         with contextlib.closing(exchange):
             reply = None
@@ -142,9 +262,5 @@ class MpiEngine(Comparing):
                     request = exchange.send(reply)
                 except StopIteration as stop:
                     return stop.value
-                at = tag + number % (_TAGS // _ROUND) * _ROUND
-                work, reply_of = carry(request, self.comm, at, self.predivide)
-                work.note = f", with {name}"
-                if not work.is_over:
-                    yield work
-                reply = reply_of()
+                at, carry = tag + number % (_TAGS // _ROUND) * _ROUND, CARRIERS[type(request)]
+                reply = yield from carry(request, self.comm, at, self.predivide)

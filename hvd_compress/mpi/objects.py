@@ -64,7 +64,7 @@ def _broadcast(comm: Communicator, raw: np.ndarray, root: int) -> Algorithm:
     """Broadcast by MPI's own collective, in pieces that its counts can express."""
     for first in range(0, raw.size, 2**30):
         request = comm.mpi.Ibcast(raw[first : first + 2**30], root)
-        yield comm.collective(request, "MPI_Ibcast")
+        yield from comm.collective(request, "MPI_Ibcast")
 
 
 def allgather_object(
@@ -116,8 +116,5 @@ def broadcast_object(
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of ``process_set`` have called this."""
     comm = communicator_of(process_set)
-    comm.run("barrier", _barrier(comm))
-
-
-def _barrier(comm: Communicator) -> Algorithm:
-    yield comm.collective(comm.mpi.Ibarrier(), "MPI_Ibarrier")
+    comm.check()
+    comm.run("barrier", comm.collective(comm.mpi.Ibarrier(), "MPI_Ibarrier"))

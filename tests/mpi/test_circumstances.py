@@ -17,8 +17,8 @@ from hvd_compress.backends import halves
 from hvd_compress.errors import CompressionError, ConfigError, MismatchError
 from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.mpi.dense import mpi as mpis_own
-from hvd_compress.mpi.dense.running import start
-from hvd_compress.mpi.transport import arrays, communicator
+from hvd_compress.mpi.dense.running import blocks
+from hvd_compress.mpi.transport import arrays, channel
 from hvd_compress.requests.algorithms import DENSE as REQUESTED
 from tests.mpi.test_simulated import assert_same, entries, numbers, orders
 from tests.simulated_mpi import Comm, Simulation
@@ -211,8 +211,7 @@ def test_float32_is_rounded_before_or_on_its_way(name, data):
         if early[comm.rank]:
             halves.narrow(x, own := np.empty(n, narrow))
         out = np.empty_like(own)
-        flat = arrays.Flat(own, dtype, own.shape, lambda done: done)
-        start(comm, "a sum", ALGORITHMS[name], flat, out, "sum", chunk=64).wait()
+        comm.run("a sum", *blocks(comm, ALGORITHMS[name], own, dtype, out, "sum", chunk=64))
         np.testing.assert_array_equal(x, kept)
         if out.dtype != np.float32:
             halves.widen(out, wide := np.empty(n, np.float32))
@@ -260,7 +259,7 @@ def test_what_is_on_a_device_is_waited_for_before_each_message(name):
     with (
         mock.patch.object(Simulation, "post", posted),
         mock.patch.object(Comm, "Iallreduce", reduced),
-        mock.patch.object(communicator, "before_message", wait),
+        mock.patch.object(channel, "before_message", wait),
         mock.patch.object(mpis_own, "before_message", wait),
     ):
         Simulation(3).run(rank)

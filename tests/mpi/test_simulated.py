@@ -21,9 +21,9 @@ from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import CollectiveTimeout, MismatchError
 from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.dense.payloads import alltoall, broadcast, gather, swap
+from hvd_compress.mpi.dense.payloads import alltoall, broadcast, gather
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
-from hvd_compress.mpi.transport.progress import Wait
+from hvd_compress.mpi.transport import channel
 from hvd_compress.requests.algorithms import DENSE as TAGGED
 from tests.mpi_scenarios import MODULES
 from tests.scenarios import names
@@ -199,16 +199,18 @@ def test_neighbours(size, order, n, hops):
         targets, sources = [(me + h) % size for h in hops], [(me - h) % size for h in hops]
         before = comm.bytes_sent
         mine = np.full(n, me, np.uint8)
-        equal = swap(comm.channel(), dict.fromkeys(targets, mine), sources, mine)
+        ends = dict.fromkeys(targets, mine), sources, "neighbours"
+        equal = channel.exchange(comm.channel(), *ends, like=mine)
         received = comm.run("neighbours", equal)[0]
         assert comm.bytes_sent - before == n * len(hops)
-        for source, theirs in zip(sources, received, strict=True):
+        assert list(received) == sources
+        for source, theirs in received.items():
             np.testing.assert_array_equal(theirs, np.full(n, source, np.uint8))
         other = np.full(me % 3, me, np.uint8)
-        differ = swap(comm.channel(), dict.fromkeys(targets, other), sources, None)
-        received = comm.run("neighbours", differ)[0]
+        ends = dict.fromkeys(targets, other), sources, "neighbours"
+        received = comm.run("neighbours", channel.exchange(comm.channel(), *ends))[0]
         assert comm.bytes_sent - before == (n + me % 3 + 8) * len(hops)
-        for source, theirs in zip(sources, received, strict=True):
+        for source, theirs in received.items():
             np.testing.assert_array_equal(theirs, np.full(source % 3, source, np.uint8))
 
     Simulation(size, *order).run(rank)
@@ -410,14 +412,13 @@ def test_scenario(size, order, name):
 def exchange(comm, *, sends, receives, touch=False, read=None):
     channel = comm.channel()
     array = np.full(5, comm.rank, np.uint8)
-    messages = [channel.send(array, peer) for peer in sends]
+    into = np.full(5, 99, np.uint8)
+    wait = channel.exchange(dict.fromkeys(receives, into), dict.fromkeys(sends, array), "a test")
     if touch:
         array[0] += 1
-    into = np.full(5, 99, np.uint8)
-    messages += [channel.receive(into, peer) for peer in receives]
     if read is not None:
         read.append(into.copy())
-    yield Wait(messages, "a test")
+    yield wait
     return into
 
 

@@ -142,14 +142,11 @@ def messages_name_ranks_of_the_whole() -> None:
     if across is not None:
         left, right = (across.rank - 1) % across.size, (across.rank + 1) % across.size
         channel, before = across.channel(), comm.bytes_sent
-        messages = [
-            channel.receive(np.empty(3, np.uint8), left),
-            channel.send(np.zeros(3, np.uint8), right),
-        ]
-        assert [m.peer for m in messages] == [across.members[left], across.members[right]]
-        for message in messages:
-            for request in message.requests:
-                request.Wait()
+        buffers = {left: np.empty(3, np.uint8)}, {right: np.zeros(3, np.uint8)}
+        wait = channel.exchange(*buffers, "a test")
+        assert [m[0] for m in wait.messages] == [across.members[left], across.members[right]]
+        for request in wait.requests:
+            request.Wait()
         assert across.members[across.rank] == world.rank
         assert comm.bytes_sent == before + 3  # counted on the whole
     comm.free()

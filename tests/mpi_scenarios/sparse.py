@@ -21,7 +21,7 @@ from hvd_compress.errors import (
 )
 from hvd_compress.mpi.sparse import ALGORITHMS
 from hvd_compress.mpi.sparse import messages as sparse_messages
-from hvd_compress.mpi.transport.point_to_point import exchange_open
+from hvd_compress.mpi.transport.channel import exchange
 from hvd_compress.wire import encode_sparse, sparse_size
 from tests.mpi_scenarios.common import FLOATS, LAYOUTS, assert_same_everywhere, raises, world
 from tests.scenarios import applies
@@ -455,6 +455,6 @@ def announced_sizes_are_checked() -> None:
     source = (RANK - 1) % P
     frame = {peer: np.zeros(32, np.uint8)}
     with raises(PayloadError, f"rank {source}", "32 bytes", "31"):
-        algorithm = exchange_open(comm.channel(), frame, [source], "a test", limit=31)
+        algorithm = exchange(comm.channel(), frame, [source], "a test", limit=31)
         comm.run("a test", algorithm)
     comm.free()

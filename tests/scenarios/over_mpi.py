@@ -7,7 +7,6 @@ import warnings
 import numpy as np
 import torch
 
-import hvd_compress.mpi.carriers
 from hvd_compress.errors import (
     CollectiveTimeout,
     CompressionError,
@@ -17,6 +16,8 @@ from hvd_compress.errors import (
     SetupError,
     UnsupportedError,
 )
+from hvd_compress.mpi.engine import CARRIERS
+from hvd_compress.requests import Gather
 from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, TopK
 from tests.devices import DEVICE
 from tests.scenarios import applies
@@ -90,21 +91,21 @@ def a_damaged_message_ends_the_use_of_the_optimizer() -> None:
     model = make_model()
     optimizer = distribute(sgd(model), model, TopK(density=0.05))
     train(model, optimizer, range(2))
-    honest = hvd_compress.mpi.carriers.gather
+    honest = CARRIERS[Gather]
 
-    def damage(channel, message, equal_sizes=False):
-        message[-1] ^= 16
-        return honest(channel, message, equal_sizes)
+    def damage(request, *options):
+        request.payload[-1] ^= 16
+        return honest(request, *options)
 
     if hvd.rank() == 0:
-        hvd_compress.mpi.carriers.gather = damage
+        CARRIERS[Gather] = damage
     try:
         optimizer.zero_grad()
         with raises(PayloadError, "rank 0", "checksum"):
             loss_of(model, hvd.rank(), 2).backward()  # already here, if the bucket was fast
             optimizer.step()
     finally:
-        hvd_compress.mpi.carriers.gather = honest
+        CARRIERS[Gather] = honest
     optimizer.zero_grad()
     with raises(CollectiveTimeout, "broken", "abandoned"):
         train(model, optimizer, range(3, 4))

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_compress.mpi.dense.algorithm import Allreduce
-from hvd_compress.mpi.transport.communicator import Channel, others
+from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.costs import Costs
-from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction
 from hvd_compress.sharding import shards_of
 
@@ -35,36 +35,37 @@ def direct(
         reduce_across: adds up the partial results of a part with those of ranks elsewhere.
         phases: how time-outs call the two rounds.
     """
-    rank, peers = channel.rank, others(channel.rank, channel.size)
+    rank, size, peers = channel.rank, channel.size, channel.comm.peers
     # Ranks meet in the first round even if a part is empty, so that who is late is named.
-    if parts is None:
-        owners = list(range(channel.size))
-    else:
-        owners = [r for r, part in enumerate(parts) if part.stop > part.start]
-    parts = shards_of(len(x), channel.size) if parts is None else parts
-    sends = [peer for peer in peers if peer in owners]
-    is_owner, length = rank in owners, parts[rank].stop - parts[rank].start
-    arriving = {peer: reduction.scratch(length, wide=False) for peer in peers if is_owner}
-    messages = [channel.receive(array, peer) for peer, array in arriving.items()]
-    messages += [channel.send(x[parts[peer]], peer) for peer in sends]
-    yield Wait(messages, phases[0])
+    owners = peers
+    if parts is not None:
+        owners = [peer for peer in peers if parts[peer].stop > parts[peer].start]
+    is_owner = parts is None or parts[rank].stop > parts[rank].start
+    parts = shards_of(len(x), size) if parts is None else parts
+    own = x[parts[rank]]
+    arriving, leaving = {}, {}
+    for peer in peers if is_owner else ():
+        arriving[peer] = reduction.scratch(len(own), False)
+    for peer in owners:
+        leaving[peer] = x[parts[peer]]
+    yield channel.exchange(arriving, leaving, phases[0])
 
+    result = out[parts[rank]]
     if is_owner:
-        arriving[rank] = x[parts[rank]]
-        total = reduction.scratch(length)
-        reduction.widen(arriving[0], total)
-        for peer in range(1, channel.size):
-            reduction.combine(total, arriving[peer])
-        del arriving[rank]
-        reduction.give_back(*arriving.values())
-        if reduce_across is not None and length:
+        total = reduction.scratch(len(own))
+        reduction.widen(arriving[0] if rank else own, total)
+        for peer in range(1, size):
+            reduction.combine(total, own if peer == rank else arriving[peer])
+        if reduce_across is not None and len(own):
             yield from reduce_across(total)
-        reduction.finish(total, out[parts[rank]])
-        reduction.give_back(total)
+        reduction.finish(total, result)
+        reduction.give_back(total, *arriving.values())
 
-    messages = [channel.receive(out[parts[peer]], peer) for peer in sends]
-    messages += [channel.send(out[parts[rank]], peer) for peer in (peers if is_owner else ())]
-    yield Wait(messages, phases[1])
+    returning = {}
+    for peer in owners:
+        returning[peer] = out[parts[peer]]
+    results = dict.fromkeys(peers if is_owner else (), result)
+    yield channel.exchange(returning, results, phases[1])
 
 
 def _seconds(costs: Costs, n: int, p: int) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 from hvd_compress.mpi.dense.algorithm import Allreduce
-from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.transport.reduction import Reduction
@@ -52,9 +52,10 @@ def _halve(
         keep = ranges[step + 1]
         give = ranges[step].half(1 - (member >> step & 1))
         taken = arriving[: keep.stop - keep.start]
-        messages = [channel.receive(taken, peer), channel.send(partial[give.slice], peer)]
-        yield Wait(messages, "halving", (step + 1, rounds))
-        reduction.merge(partial[keep.slice], taken)
+        given = partial[give.slice]
+        yield channel.exchange({peer: taken}, {peer: given}, "halving", (step + 1, rounds))
+        own = partial[keep.slice]
+        reduction.add(own, taken, own)
     return ranges[-1]
 
 
@@ -64,12 +65,9 @@ def _double(channel: Channel, members: Sequence[int], out: Any) -> Algorithm:
     ranges = _owned(len(out), member, rounds)
     for step in reversed(range(rounds)):
         peer = members[member ^ (1 << step)]
-        theirs = ranges[step].half(1 - (member >> step & 1))
-        messages = [
-            channel.receive(out[theirs.slice], peer),
-            channel.send(out[ranges[step + 1].slice], peer),
-        ]
-        yield Wait(messages, "doubling", (rounds - step, rounds))
+        theirs = out[ranges[step].half(1 - (member >> step & 1)).slice]
+        own = out[ranges[step + 1].slice]
+        yield channel.exchange({peer: theirs}, {peer: own}, "doubling", (rounds - step, rounds))
 
 
 def _blocks(size: int) -> list[range]:
@@ -105,17 +103,18 @@ def halving_doubling(channel: Channel, x: Any, out: Any, reduction: Reduction) -
 
     if below is not None:
         taken = reduction.scratch(mine.stop - mine.start)
-        yield Wait([channel.receive(taken, below)], "sums from the smaller block")
-        reduction.merge(partial[mine.slice], taken)
+        yield channel.exchange({below: taken}, {}, "sums from the smaller block")
+        own = partial[mine.slice]
+        reduction.add(own, taken, own)
     if above:
-        sums = [channel.send(partial[part.slice], peer) for peer, part in above.items()]
-        yield Wait(sums, "sums to the larger block")
-        results = [channel.receive(out[part.slice], peer) for peer, part in above.items()]
-        yield Wait(results, "results from the larger block")
+        sums = {peer: partial[part.slice] for peer, part in above.items()}
+        yield channel.exchange({}, sums, "sums to the larger block")
+        results = {peer: out[part.slice] for peer, part in above.items()}
+        yield channel.exchange(results, {}, "results from the larger block")
     else:
         reduction.finish(partial[mine.slice], out[mine.slice])
     if below is not None:
-        yield Wait([channel.send(out[mine.slice], below)], "results to the smaller block")
+        yield channel.exchange({}, {below: out[mine.slice]}, "results to the smaller block")
     yield from _double(channel, block, out)
 
 

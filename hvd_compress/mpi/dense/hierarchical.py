@@ -23,7 +23,7 @@ from typing import Any
 from hvd_compress.mpi.dense.algorithm import DEPTH, Allreduce
 from hvd_compress.mpi.dense.direct import direct
 from hvd_compress.mpi.dense.mpi import ALGORITHM as MPIS_OWN
-from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.nodes import ACROSS, Nodes, named
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction, reduction_of

@@ -12,7 +12,8 @@ from mpi4py.util.dtlib import to_numpy_dtype
 
 from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.transport.arrays import before_message
-from hvd_compress.mpi.transport.communicator import Channel, Communicator
+from hvd_compress.mpi.transport.channel import Channel
+from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Algorithm, complete
 from hvd_compress.mpi.transport.reduction import Reduction
 
@@ -47,7 +48,7 @@ def native(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorith
     for array in (source, total):
         before_message(array)
     request = channel.comm.mpi.Iallreduce(source, total, _op(reduction.op))
-    yield channel.comm.collective(request, "MPI_Iallreduce")
+    yield from channel.comm.collective(request, "MPI_Iallreduce")
     if reduction.widens or reduction.op == "mean":
         reduction.finish(total, out)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from hvd_compress.mpi.transport.communicator import Channel, others
-from hvd_compress.mpi.transport.point_to_point import exchange, exchange_open
+from hvd_compress.mpi.transport.channel import Channel, exchange
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.sharding import shards_of
 
@@ -15,33 +14,17 @@ from hvd_compress.sharding import shards_of
 _SHORT = 16 * 1024
 
 
-def swap(
-    channel: Channel,
-    messages: Mapping[int, np.ndarray],
-    sources: Sequence[int],
-    like: np.ndarray | None,
-    phase: str = "payloads",
-) -> Algorithm:
-    """Send ``messages`` (1-D, uint8, by the rank that they go to), and return those of ``sources``,
-    in their order.  All of these have as many bytes as ``like``; ``None``: sizes go ahead."""
-    if like is None:
-        arrived = yield from exchange_open(channel, messages, sources, phase)
-    else:
-        buffers = {source: np.empty_like(like) for source in sources}
-        arrived = yield from exchange(channel, messages, buffers, phase)
-    return [arrived[source] for source in sources]
-
-
-def alltoall(
-    channel: Channel, messages: Sequence[np.ndarray], equal_sizes: bool = False
-) -> Algorithm:
+def alltoall(channel: Channel, messages: Sequence[np.ndarray], equal_sizes: bool) -> Algorithm:
     """Send each rank its entry of ``messages`` (1-D, uint8), and return the messages that the ranks
     have for this one, in rank order.  ``equal_sizes`` is a promise that all ranks have equally many
     bytes for the same rank, so that sizes need not be exchanged."""
-    own, peers = messages[channel.rank], sorted(others(channel.rank, channel.size))
-    outgoing = {peer: messages[peer] for peer in others(channel.rank, channel.size)}
-    arrived = yield from swap(channel, outgoing, peers, own if equal_sizes else None)
-    return [*arrived[: channel.rank], own, *arrived[channel.rank :]]
+    own, outgoing = messages[channel.rank], {}
+    for peer in channel.comm.peers:
+        outgoing[peer] = messages[peer]
+    like = own if equal_sizes else None
+    arrived = yield from exchange(channel, outgoing, channel.comm.peers, "payloads", like=like)
+    arrived[channel.rank] = own
+    return [message for _, message in sorted(arrived.items())]
 
 
 def gather(channel: Channel, message: np.ndarray, equal_sizes: bool = False) -> Algorithm:
@@ -57,17 +40,17 @@ def broadcast(channel: Channel, array: np.ndarray, root: int) -> Algorithm:
     whatever the number of ranks, and the others share the rest.
     """
     rank, size = channel.rank, channel.size
-    peers = others(rank, size)
+    peers = channel.comm.peers
     if array.size <= _SHORT or size == 2:
         outgoing = dict.fromkeys(peers, array) if rank == root else {}
-        yield from exchange(channel, outgoing, {} if rank == root else {root: array}, "from root")
+        yield channel.exchange({} if rank == root else {root: array}, outgoing, "from root")
         return array
     parts = [array[part] for part in shards_of(array.size, size)]
     outgoing = {peer: parts[peer] for peer in peers} if rank == root else {}
     arriving = {} if rank == root else {root: parts[rank]}
-    yield from exchange(channel, outgoing, arriving, "scatter of parts", (1, 2))
+    yield channel.exchange(arriving, outgoing, "scatter of parts", (1, 2))
     # The root has all parts already.
     outgoing = {peer: parts[rank] for peer in peers if peer != root}
     arriving = {} if rank == root else {peer: parts[peer] for peer in peers}
-    yield from exchange(channel, outgoing, arriving, "passing on of parts", (2, 2))
+    yield channel.exchange(arriving, outgoing, "passing on of parts", (2, 2))
     return array

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_compress.mpi.dense.algorithm import Allreduce
-from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.costs import Costs
-from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction
 
 
@@ -28,22 +28,23 @@ def recursive_doubling(channel: Channel, x: Any, out: Any, reduction: Reduction)
     own, theirs, total = (reduction.scratch(n) for _ in range(3))
     reduction.widen(x, own)
     if rank >= core:
-        yield Wait([channel.send(own, rank - core)], "arrays of the last ranks")
-        yield Wait([channel.receive(out, rank - core)], "results for the last ranks")
+        yield channel.exchange({}, {rank - core: own}, "arrays of the last ranks")
+        yield channel.exchange({rank - core: out}, {}, "results for the last ranks")
     else:
         if rank < extra:
-            yield Wait([channel.receive(theirs, rank + core)], "arrays of the last ranks")
+            yield channel.exchange({rank + core: theirs}, {}, "arrays of the last ranks")
             reduction.add(own, theirs, total)
             own, total = total, own
         for step in range(rounds):
             peer = rank ^ (1 << step)
-            messages = [channel.receive(theirs, peer), channel.send(own, peer)]
-            yield Wait(messages, "recursive doubling", (step + 1, rounds))
+            yield channel.exchange(
+                {peer: theirs}, {peer: own}, "recursive doubling", (step + 1, rounds)
+            )
             reduction.add(*((own, theirs) if rank < peer else (theirs, own)), total)
             own, total = total, own
         reduction.finish(own, out)
         if rank < extra:
-            yield Wait([channel.send(out, rank + core)], "results for the last ranks")
+            yield channel.exchange({}, {rank + core: out}, "results for the last ranks")
     reduction.give_back(own, theirs, total)
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_compress.mpi.dense.algorithm import Allreduce
-from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.costs import Costs
-from hvd_compress.mpi.transport.progress import Algorithm, Wait
+from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction
 from hvd_compress.sharding import shards_of
 
@@ -33,8 +33,8 @@ def ring(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
     for step in range(1, size):
         comes = parts[(rank - step) % size]
         arriving = buffers[step % 2][: comes.stop - comes.start]
-        messages = [channel.receive(arriving, left), channel.send(leaving, right)]
-        yield Wait(messages, "ring reduce-scatter", (step, size - 1))
+        phase = "ring reduce-scatter"
+        yield channel.exchange({left: arriving}, {right: leaving}, phase, (step, size - 1))
         if step < size - 1:
             reduction.combine(arriving, x[comes])
             leaving = arriving
@@ -43,11 +43,10 @@ def ring(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
     reduction.give_back(*buffers)
 
     for step in range(1, size):
-        messages = [
-            channel.receive(out[parts[(mine - step) % size]], left),
-            channel.send(out[parts[(mine - step + 1) % size]], right),
-        ]
-        yield Wait(messages, "ring allgather", (step, size - 1))
+        arriving, leaving = out[parts[(mine - step) % size]], out[parts[(mine - step + 1) % size]]
+        yield channel.exchange(
+            {left: arriving}, {right: leaving}, "ring allgather", (step, size - 1)
+        )
 
 
 def _seconds(costs: Costs, n: int, p: int) -> float:

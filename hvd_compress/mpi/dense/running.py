@@ -16,8 +16,9 @@ from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.dense.mpi import ALGORITHM as MPIS_OWN
 from hvd_compress.mpi.dense.mpi import at_once
 from hvd_compress.mpi.transport.arrays import HALVES, Flat, describe, flatten
-from hvd_compress.mpi.transport.communicator import Channel, Comm, Communicator, nbytes
-from hvd_compress.mpi.transport.progress import Work
+from hvd_compress.mpi.transport.channel import Channel, nbytes
+from hvd_compress.mpi.transport.communicator import Comm, Communicator
+from hvd_compress.mpi.transport.progress import Algorithm, Work
 from hvd_compress.mpi.transport.reduction import Reduction, reduction_of
 from hvd_compress.sharding import shards_of
 
@@ -26,6 +27,8 @@ Choose = Callable[[Communicator, str, int, str], Allreduce]
 
 #: bytes of one message
 CHUNK = 512 * 1024
+#: blocks that each have a tag, at most
+_BLOCKS = 24
 #: kinds of arrays whose algorithm is remembered
 _KINDS = 4096
 
@@ -73,7 +76,8 @@ def run(
         chosen = choose(communicator, algorithm, nbytes(flat.array), flat.dtype)
     chosen = chosen or ALGORITHMS[algorithm]
     call = Call(flat, op, chosen.name + nodes, function)
-    start(communicator, call, chosen, flat, target.array, op, chunk=chunk).wait()
+    algorithms = blocks(communicator, chosen, flat.array, flat.dtype, target.array, op, chunk)
+    Work(communicator, call, algorithms, chosen.depth).wait()
     done = target.give_back(target.array)
     if kind is not None:
         is_short = chosen is MPIS_OWN and 0 < flat.array.nbytes <= MPIS_OWN.pieces(1) * chunk
@@ -140,25 +144,28 @@ def _target_of(out: Any, x: Any, flat: Flat) -> Flat:
     return flat._replace(array=fresh)
 
 
-def start(
+def blocks(
     comm: Communicator,
-    call: object,
     algorithm: Allreduce,
-    flat: Flat,
+    x: Any,
+    dtype: str,
     out: Any,
     op: str,
-    *,
     chunk: int = CHUNK,
-    channel: Callable[[], Channel] | None = None,
-) -> Work:
-    """Start the allreduce of a flat array, and return it as work under way; ``channel`` opens a
-    channel for each block.
+    tag: int | None = None,
+) -> list[Algorithm]:
+    """Return the allreduce of a flat array into another one or itself, in blocks.
 
     A float32 array of a half precision is sent in that: blocks are rounded on their way.
+
+    Args:
+        dtype: of ``x``, see :class:`.Flat`.
+        chunk: the bytes of a message.
+        tag: of the first block, whose followers have the next ones; ``None``: any.  With one the
+            blocks are few, and their messages longer.
     """
-    channel = channel or comm.channel
-    x, reduce = flat.array, reduction_of(op, flat.dtype, flat.array, comm.size)
-    itemsize = nbytes(x[:1]) or 1
+    reduce = reduction_of(op, dtype, x, comm.size)
+    itemsize, pieces = nbytes(x[:1]), algorithm.pieces(comm.size)
     is_rounded = reduce.widens and itemsize == 4
     if comm.size == 1 and is_rounded:
         halves.narrow(x, half := reduce.scratch(len(x), wide=False))
@@ -166,23 +173,20 @@ def start(
     elif comm.size == 1 and out is not x:
         out[:] = x
     if comm.size == 1 or not len(x):
-        return Work(comm, call, ())
-    if is_rounded:
-        itemsize = 2
+        return []
     # The same on ranks that reduce in place and on those that do not.
-    per_block = max(1, chunk // itemsize) * algorithm.pieces(comm.size)
-    blocks = shards_of(len(x), -(-len(x) // per_block))
+    itemsize = 2 if is_rounded else itemsize
+    if tag is not None:
+        chunk = max(chunk, -(-len(x) * itemsize // (pieces * _BLOCKS)))
+    per_block = max(1, chunk // itemsize) * pieces
     steps = functools.partial(_rounded, algorithm.run) if is_rounded else algorithm.run
-    return Work(
-        comm,
-        call,
-        [
-            # A view of its own is not the same object, but in place is in place.
-            steps(channel(), part := x[block], part if out is x else out[block], reduce)
-            for block in blocks
-        ],
-        algorithm.depth,
-    )
+    found: list[Algorithm] = []
+    for block in shards_of(len(x), -(-len(x) // per_block)):
+        channel = comm.channel() if tag is None else Channel(comm, tag + len(found))
+        # A view of its own is not the same object, but in place is in place.
+        part = x[block]
+        found.append(steps(channel, part, part if out is x else out[block], reduce))
+    return found
 
 
 def _rounded(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector
 from hvd_compress.mpi.sparse.messages import Format
-from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.progress import Wait
 

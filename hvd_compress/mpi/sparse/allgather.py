@@ -12,9 +12,8 @@ from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, empty
 from hvd_compress.mpi.sparse.algorithm import EntryCount, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.messages import Format, most_bytes
-from hvd_compress.mpi.transport.communicator import Channel, others
+from hvd_compress.mpi.transport.channel import Channel, exchange
 from hvd_compress.mpi.transport.costs import Costs
-from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.mpi.transport.progress import Wait
 
 
@@ -25,12 +24,10 @@ def gather(
 
     A rank's own is read from its own frame, so that all ranks hold the same.
     """
-    peers = others(channel.rank, channel.size)
+    peers = channel.comm.peers
     frame = form.encode(mine, lengths[channel.rank])
     limit = most_bytes(max(lengths), form.wire)
-    frames = yield from exchange_open(
-        channel, dict.fromkeys(peers, frame), peers, phase, limit=limit
-    )
+    frames = yield from exchange(channel, dict.fromkeys(peers, frame), peers, phase, limit=limit)
     frames[channel.rank] = frame
     return [form.decode(frames[r], lengths[r], form.wire, r) for r in range(channel.size)]
 

@@ -17,9 +17,8 @@ from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, empty
 from hvd_compress.mpi.sparse.algorithm import EntryCount, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.messages import Format, most_bytes, with_values
-from hvd_compress.mpi.transport.communicator import Channel
+from hvd_compress.mpi.transport.channel import Channel, exchange
 from hvd_compress.mpi.transport.costs import Costs
-from hvd_compress.mpi.transport.point_to_point import exchange_open
 
 
 def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
@@ -34,13 +33,8 @@ def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
     if extra:
         outgoing = {rank - core: form.encode(total, n)} if rank >= core else {}
         sources = [rank + core] if rank < extra else []
-        folded = yield from exchange_open(
-            channel,
-            outgoing,
-            sources,
-            "vectors of the last ranks",
-            limit=most_bytes(n, sent_as),
-        )
+        limit, phase = most_bytes(n, sent_as), "vectors of the last ranks"
+        folded = yield from exchange(channel, outgoing, sources, phase, limit=limit)
         if rank < extra:
             parts = [mine, form.decode(folded[rank + core], n, sent_as, rank + core)]
             total = form.add_up(parts, n, form.wide)
@@ -50,9 +44,9 @@ def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
             peer = rank ^ (1 << step)
             total = with_values(total, operator.methodcaller("astype", sent_as, copy=False))
             frame = form.encode(total, n)
-            limit = most_bytes(n, sent_as)
-            frames = yield from exchange_open(
-                channel, {peer: frame}, [peer], "recursive doubling", (step + 1, rounds), limit
+            limit, place = most_bytes(n, sent_as), (step + 1, rounds)
+            frames = yield from exchange(
+                channel, {peer: frame}, [peer], "recursive doubling", place, limit=limit
             )
             theirs = form.decode(frames[peer], n, sent_as, peer)
             ordered = [total, theirs] if rank < peer else [theirs, total]
@@ -65,9 +59,7 @@ def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
     back = {rank + core: form.encode(total, n)} if rank < extra else {}
     sources = [rank - core] if rank >= core else []
     limit = most_bytes(n, form.dtype)
-    frames = yield from exchange_open(
-        channel, back, sources, "result to the last ranks", limit=limit
-    )
+    frames = yield from exchange(channel, back, sources, "result to the last ranks", limit=limit)
     for source, frame in frames.items():
         total = form.decode(frame, n, form.dtype, source)
     return total, empty(form.wide)

@@ -19,9 +19,8 @@ from hvd_compress.meetings.sparse_vectors import Vector, densify, join
 from hvd_compress.mpi.sparse.algorithm import EntryCount, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.allgather import gather
 from hvd_compress.mpi.sparse.messages import Format, entries_of, most_bytes, with_values
-from hvd_compress.mpi.transport.communicator import Channel, others
+from hvd_compress.mpi.transport.channel import Channel, exchange
 from hvd_compress.mpi.transport.costs import Costs
-from hvd_compress.mpi.transport.point_to_point import exchange_open
 from hvd_compress.mpi.transport.progress import Wait
 from hvd_compress.requests.sparse import cut
 from hvd_compress.sharding import bounds_of
@@ -42,14 +41,12 @@ def to_owners(
 ) -> Generator[Wait, None, list[Vector]]:
     """Return every rank's entries in this rank's region, in rank order, indices counted from its
     start."""
-    rank, peers = channel.rank, others(channel.rank, channel.size)
+    rank, peers = channel.rank, channel.comm.peers
     parts = cut(mine, bounds)
     frames = {peer: form.encode(parts[peer], bounds[peer + 1] - bounds[peer]) for peer in peers}
     length = bounds[rank + 1] - bounds[rank]
     limit = most_bytes(length, form.wire)
-    arriving = yield from exchange_open(
-        channel, frames, peers, "entries to their owners", limit=limit
-    )
+    arriving = yield from exchange(channel, frames, peers, "entries to their owners", limit=limit)
     return [
         parts[r] if r == rank else form.decode(arriving[r], length, form.wire, r)
         for r in range(channel.size)

@@ -28,7 +28,7 @@ from hvd_compress.errors import (
     SetupError,
 )
 from hvd_compress.mpi.transport import notes
-from hvd_compress.mpi.transport.arrays import before_message
+from hvd_compress.mpi.transport.channel import SIZE_BITS, Channel
 from hvd_compress.mpi.transport.handles import (
     TAG_BITS,
     Handles,
@@ -38,8 +38,8 @@ from hvd_compress.mpi.transport.handles import (
     unfreed,
 )
 from hvd_compress.mpi.transport.progress import (
+    COLLECTIVE,
     Algorithm,
-    InFlight,
     RollCall,
     Wait,
     Work,
@@ -49,8 +49,6 @@ from hvd_compress.wire.content import decode_end_to_end, encode_bytes
 
 logger = logging.getLogger("hvd_compress")
 
-#: further bits of a tag say which size the message has, if MPI has tags of so many bits
-_SIZE_BITS = 8
 #: below the size from which MPIs announce a message over TCP before they send it, 64 KiB mostly
 _SEGMENT = 60 * 1024
 #: bytes of a call's description that ranks compare
@@ -84,12 +82,16 @@ class Communicator:
 
     Attributes:
         rank, size: the rank of this process, and the number of processes.
+        peers: all other ranks.  Each rank's list starts elsewhere, so that not all of them send to
+            the same one at once.
+        members: its ranks as messages name them.
         mpi: the duplicate, an ``MPI.Comm``.
         tags: the number of tags that are used in turn, one for each algorithm in flight.
         cost_model: the :class:`.CostModel` by which "auto" chooses; ``None`` until it is measured.
             Duplicates have the same.
         choices: by kind of array, the algorithm, and whether it goes without much around it, see
             :func:`.allreduce`.
+        under_way: the jobs that are not over: MPI writes to their buffers, even if nobody waits.
         entries: the most entries of a rank in the last sparse allreduce by "auto", by its form.
         bytes_sent: payload of all messages that this rank sent through this package so far.
 
@@ -100,6 +102,7 @@ class Communicator:
     """
 
     whole: Communicator | None = None  # if it is a subgroup
+    members: Sequence[int] = ()
 
     def __init__(
         self,
@@ -135,8 +138,10 @@ class Communicator:
             "segment": segment,
         }
         self.rank, self.size = comm.rank, comm.size
+        self.peers = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self.members = self.members or range(self.size)
         self.tags = tags()
-        self.size_bits = max(0, min(bits_of_tags() - TAG_BITS, _SIZE_BITS))
+        self.size_bits = max(0, min(bits_of_tags() - TAG_BITS, SIZE_BITS))
         self.bytes_sent = 0
         self.segment = int(_number("segment", segment, "HVD_COMPRESS_SEGMENT", -1))
         self.calls = 0
@@ -147,10 +152,10 @@ class Communicator:
         self.entries: dict[Any, int] = {}
         self._made_from: Communicator | None = None  # which lives as long as this one
         self._family = family_of(comm)
-        self.handles = Handles(comm)  # until there is a duplicate
+        self._use(Handles(comm))  # until there is a duplicate
         dropped, name = self._settle()
         self._family.free(dropped)
-        self.handles = Handles(self.run("Communicator()", _duplicated(comm))[0], name)
+        self._use(Handles(self.run("Communicator()", _duplicated(comm))[0], name))
         self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
         unfreed.add(self.handles)
         self._adopt()
@@ -169,6 +174,9 @@ class Communicator:
             found = cls(comm)
             comm.Set_attr(_keyval(), found)
         return found
+
+    def _use(self, handles: Handles) -> None:
+        self.handles, self.mpi, self.under_way = handles, handles.mpi, handles.under_way
 
     def _adopt(self) -> None:
         """See to it that the duplicate is freed in the end."""
@@ -192,20 +200,6 @@ class Communicator:
             self.segment = 0 if is_whole else _SEGMENT
         dropped = set.intersection(*(set(theirs) for *_, theirs, _ in everyones))
         return dropped, everyones[0][-1].encode()
-
-    @property
-    def mpi(self) -> MPI.Comm:
-        return self.handles.mpi
-
-    @property
-    def members(self) -> Sequence[int]:
-        """Its ranks as messages name them."""
-        return range(self.size)
-
-    @property
-    def under_way(self) -> set[Any]:
-        """The jobs that are not over: MPI writes to their buffers, even if nobody waits."""
-        return self.handles.under_way
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
@@ -310,22 +304,19 @@ class Communicator:
         text = text.ljust(_DESCRIPTION)
         everything = np.empty((self.size, _DESCRIPTION), np.uint8)
         everything[self.rank] = np.frombuffer(text, np.uint8)
-        channel = self.channel()
-        messages = []
-        for other in others(self.rank, self.size):
-            messages.append(channel.receive(everything[other], other))
-            messages.append(channel.send(everything[self.rank], other))
-        yield Wait(messages, "comparing calls")
+        theirs = {peer: everything[peer] for peer in self.peers}
+        own = dict.fromkeys(self.peers, everything[self.rank])
+        yield self.channel().exchange(theirs, own, "comparing calls")
         return [row.tobytes().decode(errors="replace").rstrip() for row in everything]
 
     @property
     def is_usable(self) -> bool:
         return self._problem is None and self.mpi != MPI.COMM_NULL
 
-    def collective(self, request: Any, what: str) -> Wait:
-        """Return what waits for one of MPI's own collectives on this communicator."""
+    def collective(self, request: Any, what: str) -> Algorithm:
+        """Wait for one of MPI's own collectives on this communicator."""
         self.collectives += 1
-        return Wait([InFlight.collective(request)], what, roll=RollCall(self, self.collectives))
+        yield Wait([request], COLLECTIVE, what, roll=RollCall(self, self.collectives))
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -363,71 +354,6 @@ class _Tuning:
 Comm = MPI.Comm | Communicator | None
 
 
-class Channel:
-    """Messages of one algorithm between its ranks: 1-D contiguous arrays, told apart from other
-    algorithms' by a tag and among themselves by their order."""
-
-    def __init__(self, comm: Communicator, tag: int) -> None:
-        self.comm, self.tag = comm, tag
-        self.rank, self.size = comm.rank, comm.size
-        self.bytes_sent = self.bytes_received = 0
-        self.whole: Channel | None = None  # see within
-
-    def within(self, subgroup: Communicator) -> Channel:
-        """Return the channel of the same algorithm in a subgroup of the ranks, whose bytes count in
-        this one, too."""
-        channel = subgroup.channel(self.tag)
-        channel.whole = self
-        return channel
-
-    def send(self, array: Any, to: int) -> InFlight:
-        size = nbytes(array)
-        for counter in (self, self.whole, self.comm, self.comm.whole):
-            if counter is not None:
-                counter.bytes_sent += size
-        return self._start(self.comm.mpi.Isend, array, size, to, incoming=False)
-
-    def receive(self, array: Any, source: int) -> InFlight:
-        size = nbytes(array)
-        self.bytes_received += size
-        if self.whole is not None:
-            self.whole.bytes_received += size
-        return self._start(self.comm.mpi.Irecv, array, size, source, incoming=True)
-
-    def _start(self, begin: Any, array: Any, size: int, peer: int, incoming: bool) -> InFlight:
-        before_message(array)
-        segment, number = self.comm.segment, self.comm.members[peer]
-        if not segment or size <= segment:
-            request = begin([array, size, MPI.BYTE], peer, self._tag(size))
-            return InFlight((request,), number, (size,), incoming)
-        raw = array.view(np.uint8 if isinstance(array, np.ndarray) else sys.modules["torch"].uint8)
-        pieces = [raw[start : start + segment] for start in range(0, size, segment)]
-        sizes = tuple(map(nbytes, pieces))
-        requests = [
-            begin([piece, size, MPI.BYTE], peer, self._tag(size))
-            for piece, size in zip(pieces, sizes, strict=True)
-        ]
-        return InFlight(tuple(requests), number, sizes, incoming)
-
-    def _tag(self, size: int) -> int:
-        """Return the tag of a message of ``size`` bytes.  A message of another size shall not
-        match: Open MPI 4.1 writes what is too long behind the end of the buffer.  It is missed
-        until the time-out instead."""
-        mixed = size * 0x9E3779B97F4A7C15 % 2**64 >> 64 - _SIZE_BITS
-        return self.tag + self.comm.tags * (mixed % (1 << self.comm.size_bits))
-
-
-def nbytes(array: Any) -> int:
-    """Return the bytes of a NumPy array or a torch tensor."""
-    return array.nbytes if isinstance(array, np.ndarray) else array.numel() * array.element_size()
-
-
-def others(rank: int, size: int) -> list[int]:
-    """Return all ranks but this one.  Each rank's list starts elsewhere, so that not all of them
-    send to the same one at once."""
-    return [(rank + i) % size for i in range(1, size)]
-
-
 def _number(option: str, value: float | None, variable: str, default: float) -> float:
     text = os.environ.get(variable)
     if value is None and text is not None:
@@ -440,7 +366,7 @@ def _number(option: str, value: float | None, variable: str, default: float) -> 
 
 def _duplicated(comm: MPI.Comm) -> Algorithm:
     duplicate, request = comm.Idup()
-    yield Wait([InFlight.collective(request)], "MPI_Comm_idup")
+    yield Wait([request], COLLECTIVE, "MPI_Comm_idup")
     return duplicate
 
 
@@ -450,10 +376,10 @@ def _texts_of_all(comm: MPI.Comm, text: str) -> Algorithm:
     own = encode_bytes(text.encode(), _OPTIONS)
     sizes = np.empty(comm.size, "<i8")
     request = comm.Iallgather(np.array([own.size], "<i8"), sizes)
-    yield Wait([InFlight.collective(request)], "comparing options")
+    yield Wait([request], COLLECTIVE, "comparing options")
     everything = np.empty(sizes.sum(), np.uint8)
     request = comm.Iallgatherv([own, MPI.BYTE], [everything, sizes.tolist(), MPI.BYTE])
-    yield Wait([InFlight.collective(request)], "comparing options")
+    yield Wait([request], COLLECTIVE, "comparing options")
     return [theirs.decode() for theirs in decode_end_to_end(everything, _OPTIONS)]
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.mpi.transport.channel import TOO_MANY
 from hvd_compress.mpi.transport.communicator import Communicator
-from hvd_compress.mpi.transport.point_to_point import TOO_MANY
 
 _TAG = 0
 #: seconds without a message after which looks are apart, and how far at most

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from mpi4py import MPI
@@ -23,7 +23,6 @@ class Subgroup(Communicator):
     """
 
     whole: Communicator
-    members: Sequence[int] = ()  # in the place of the property, and set below
 
     def __init__(self, whole: Communicator, comm: MPI.Comm, members: tuple[int, ...]) -> None:
         self.whole, self.members = whole, members

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -30,65 +30,45 @@ _SOON, _CLOCK_EVERY = 0.02, 16
 #: seconds after which waiting ranks sleep between looks: small messages come soon, and large ones
 #: need the processor themselves
 _SPIN, _SPIN_BULK = 5e-4, 5e-5
-_BULK = 32 * 1024
 #: seconds of a sleep, and the part of the time already waited that it may take when that is more
 _NAP, _NAP_SHARE = 5e-5, 2e-4
-#: seconds that a rank waits for what one may have sent whose program has ended
-_LATE = 1.0
+#: seconds between two looks at who has ended, and for which a rank waits for what such a one may
+#: have sent
+_ENDS_EVERY, _LATE = 0.02, 1.0
+#: what a :class:`Wait` knows of one of MPI's own collectives, whose messages only MPI knows
+COLLECTIVE = [(-1, 0, False)]
 #: looks after which all other works are moved on too, since other ranks may wait for them
 _OTHERS_EVERY = 16
-
-
-class InFlight(NamedTuple):
-    """A message in flight, in one piece or several, to rank ``peer`` or ``incoming`` from it.
-
-    Attributes:
-        requests: MPI's, one for each piece.
-        sizes: the bytes of the pieces, which are checked when they are received.
-    """
-
-    requests: tuple[Any, ...]
-    peer: int
-    sizes: tuple[int, ...]
-    incoming: bool
-
-    @property
-    def size(self) -> int:
-        return sum(self.sizes)
-
-    @classmethod
-    def collective(cls, request: Any) -> InFlight:
-        """Return the message of one of MPI's own collectives, which have no peer."""
-        return cls((request,), -1, (0,), incoming=False)
 
 
 class Wait:
     """Messages that an algorithm waits for, with a description for the error if they do not arrive.
 
     Args:
-        messages: messages of point-to-point exchanges, or requests of MPI's own collectives.
+        requests: MPI's.
+        messages: of each, the rank at its other end, its bytes, which are checked when they come,
+            and whether it comes; :data:`COLLECTIVE` for one of MPI's own collectives.
         phase: the name of the phase, such as "reduce-scatter".
         step: the number of the round, counted from 1, and the number of rounds of the phase.
         roll: who takes part in one of MPI's own collectives.
+        is_bulk: some message is large.
     """
 
     __slots__ = ("is_bulk", "is_over", "messages", "phase", "requests", "roll", "statuses", "step")
 
     def __init__(
         self,
-        messages: Sequence[InFlight],
+        requests: list[Any],
+        messages: Sequence[tuple[int, int, bool]],
         phase: str,
         step: tuple[int, int] = (1, 1),
         roll: RollCall | None = None,
+        is_bulk: bool = False,
     ) -> None:
-        self.roll = roll
-        self.messages = messages
-        self.phase = phase
-        self.step = step
-        self.requests = [request for message in messages for request in message.requests]
-        self.statuses = [MPI.Status() for _ in self.requests]
-        self.is_bulk = any(message.size > _BULK for message in messages)
-        self.is_over = False
+        self.requests, self.messages = requests, messages
+        self.phase, self.step, self.roll = phase, step, roll
+        self.statuses: list[Any] = []  # mpi4py appends them
+        self.is_bulk, self.is_over = is_bulk, False
 
     def poll(self) -> bool:
         """Make progress, and return whether all messages are complete.
@@ -102,16 +82,16 @@ class Wait:
         except MPI.Exception as error:
             bad = {
                 peer
-                for peer, _, status in self._arrived()
-                if MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE
+                for (peer, _, comes), status in zip(self.messages, self.statuses, strict=True)
+                if comes and MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE
             }
             if not bad:
                 raise
             raise MismatchError(
                 f"{_ranks(sorted(bad))} sent more than was expected in {self.phase}: {_DIFFER}"
             ) from error
-        for peer, size, status in self._arrived():
-            if status.Get_count(MPI.BYTE) != size:
+        for (peer, size, comes), status in zip(self.messages, self.statuses, strict=True):
+            if comes and status.Get_count(MPI.BYTE) != size:
                 raise MismatchError(
                     f"rank {peer} sent {status.Get_count(MPI.BYTE)} bytes where {size} were "
                     f"expected in {self.phase}: {_DIFFER}"
@@ -119,25 +99,23 @@ class Wait:
         self.is_over = True
         return True
 
-    def _arrived(self) -> Iterator[tuple[int, int, Any]]:
-        """Yield (rank, bytes expected, status) of the pieces that come in."""
-        statuses = iter(self.statuses)
-        for message in self.messages:
-            for size, status in zip(message.sizes, statuses, strict=False):
-                if message.incoming:
-                    yield message.peer, size, status
+    def _missing(self, comes: bool) -> set[int]:
+        """Return the ranks whose messages are not here, or have not left."""
+        # A test would take the status, in which the size of what has come in is.
+        return {
+            message[0]
+            for request, message in zip(self.requests, self.messages, strict=True)
+            if message[2] == comes and not request.Get_status()
+        } - {-1}
 
     @property
     def awaited(self) -> set[int]:
         """The ranks without whose messages it cannot end; empty where MPI alone knows them."""
-        missing = [m for m in self.messages if not _have_ended(m.requests)]
-        return {m.peer for m in missing if m.incoming and m.peer >= 0}
+        return self._missing(True)
 
     def describe(self) -> str:
         """Return, as text, the ranks that this rank waits for and the place in the algorithm."""
-        missing = [m for m in self.messages if not _have_ended(m.requests)]
-        sources = sorted(self.awaited)
-        targets = sorted({m.peer for m in missing if not m.incoming and m.peer >= 0})
+        sources, targets = sorted(self._missing(True)), sorted(self._missing(False))
         parts = []
         if sources:
             parts.append(f"for a message from {_ranks(sources)}")
@@ -148,11 +126,6 @@ class Wait:
         step, steps = self.step
         where = self.phase if steps == 1 else f"{self.phase}, round {step} of {steps}"
         return f"waits {' and '.join(parts) or 'for the other ranks'} ({where})"
-
-
-def _have_ended(requests: Sequence[Any]) -> bool:
-    # A test would take the status, in which the size of what has come in is.
-    return all(request.Get_status() for request in requests)
 
 
 class RollCall:
@@ -229,64 +202,48 @@ class Work:
     ) -> None:
         self.comm, self.call, self._depth = comm, call, depth
         self.results: list[Any] = []
-        self._waiting: Iterator[tuple[int, Algorithm]] = enumerate(algorithms)
+        self.is_over = self._moves = False
+        self._waiting = iter(algorithms)
         self._active: list[tuple[int, Algorithm, Wait | Work]] = []
-        self._moves = False
-        try:
-            self._fill()
-        except BaseException as error:
-            self._failed(error)
-            raise
-        if self._active:
-            comm.under_way.add(self)
-
-    def _failed(self, error: BaseException) -> None:
-        if self._active:  # messages are in flight, to buffers that these own
-            self.comm.give_up(f"{self.call}: {error!r}", [self])
-
-    def _fill(self) -> None:
-        while len(self._active) < self._depth:
-            number, algorithm = next(self._waiting, (0, None))
-            if algorithm is None:
-                return
-            self.results.append(None)
-            self._advance(number, algorithm)
-
-    def _advance(self, number: int, algorithm: Algorithm) -> None:
-        try:
-            wait = next(algorithm)
-        except StopIteration as stop:
-            self.results[number] = stop.value
-        else:
-            self._active.append((number, algorithm, wait))
+        comm.under_way.add(self)
+        self.poll()
 
     def poll(self) -> bool:
         """Make progress where possible, and return whether there was any."""
-        if self._moves:
+        if self._moves or self.is_over:
             return False
-        progress, self._moves = False, True
+        progress, self._moves, active = False, True, self._active
+        ready: list[tuple[int, Algorithm]] = []
         try:
-            for entry in list(self._active):
+            for entry in list(active):
                 number, algorithm, wait = entry
                 progress |= wait.poll()
                 if wait.is_over:
-                    progress = True
-                    self._active.remove(entry)
-                    self._advance(number, algorithm)
-            if progress:
-                self._fill()
+                    active.remove(entry)
+                    ready.append((number, algorithm))
+            while ready or len(active) < self._depth:
+                if ready:
+                    number, algorithm = ready.pop(0)
+                elif new := next(self._waiting, None):
+                    number, algorithm = len(self.results), new
+                    self.results.append(None)
+                else:
+                    break
+                progress = True
+                try:
+                    active.append((number, algorithm, next(algorithm)))
+                except StopIteration as stop:
+                    self.results[number] = stop.value
         except BaseException as error:
-            self._failed(error)
+            if active:  # messages are in flight, to buffers that these own
+                self.comm.give_up(f"{self.call}: {error!r}", [self])
             raise
         finally:
             self._moves = False
-            if not self._active:
+            if not active:
+                self.is_over = True
                 self.comm.under_way.discard(self)
         return progress
-
-    @property
-    def is_over(self) -> bool:
-        return not (self._active or self._moves)
 
     @property
     def is_bulk(self) -> bool:
@@ -334,7 +291,7 @@ def complete(comm: Any, request: Any, what: str, call: Callable[[], object]) -> 
     except BaseException as error:
         comm.give_up(f"{call()}: {error!r}", [request])
         raise
-    Work(comm, call(), [_one(comm.collective(request, what))]).wait()
+    Work(comm, call(), [comm.collective(request, what)]).wait()
 
 
 def _looks(count: int) -> Iterator[None]:
@@ -345,10 +302,6 @@ def _looks(count: int) -> Iterator[None]:
         yield
         if look % _CLOCK_EVERY == 0 and time.monotonic() > end:
             return
-
-
-def _one(wait: Wait) -> Algorithm:
-    yield wait
 
 
 def wait_for(comm: Any, works: Sequence[Work]) -> None:
@@ -379,7 +332,7 @@ def _linger(comm: Any, works: Sequence[Work]) -> None:
         for _ in _looks(_LOOKS):
             if _poll(works):
                 return
-    start, looks, warned, since_end = time.monotonic(), 0, False, None
+    start, looks, warned, since_end, next_ends = time.monotonic(), 0, False, None, _ENDS_EVERY
     while not _poll(works) and not any(work.is_over for work in works):
         looks += 1
         if looks % _OTHERS_EVERY == 0:
@@ -390,8 +343,10 @@ def _linger(comm: Any, works: Sequence[Work]) -> None:
             os.sched_yield()
             continue
         time.sleep(max(_NAP, min(_NAP_SHARE * idle, 20 * _NAP)))
-        if since_end is None and looks % _OTHERS_EVERY == 0 and _waits_in_vain(comm, works):
-            since_end = idle
+        if since_end is None and idle > next_ends:
+            next_ends = idle + _ENDS_EVERY
+            if _waits_in_vain(comm, works):
+                since_end = idle
         if since_end is not None and idle > since_end + _LATE:
             _end(comm, works)
         if idle > comm.timeout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,28 +33,25 @@ class Reduction:
                 f'the mean of {dtype} is not an integer: use op="sum" and divide, or float arrays'
             )
         self.op, self.dtype, self.size = op, dtype, size
-        self._free: dict[Any, list[Any]] = {}
         self.widens = dtype in HALVES
+        self._own: Any = np.dtype("uint16" if dtype == "bfloat16" else dtype)
+        self._wide: Any = np.dtype("float32") if self.widens else self._own
+        self._add = np.maximum if op == "max" else np.add
+        self._new: Callable[[int, Any], Any] = np.empty
+        self._free: dict[Any, list[Any]] = {}
 
-    def scratch(self, n: int, *, wide: bool = True) -> Any:
+    def scratch(self, n: int, wide: bool = True) -> Any:
         """Return an array for ``n`` partial results, or for elements of the array's own dtype, with
         any contents.  After :meth:`give_back` it is used again, since the first touch of fresh
         memory costs more than an addition."""
-        free = self._free.get((n, self._dtype(wide)))
-        return free.pop() if free else self._new(n, self._dtype(wide))
+        dtype = self._wide if wide else self._own
+        free = self._free.get((n, dtype))
+        return free.pop() if free else self._new(n, dtype)
 
     def give_back(self, *arrays: Any) -> None:
         """Keep arrays that :meth:`scratch` returned, and that nobody uses any more."""
         for array in arrays:
             self._free.setdefault((len(array), array.dtype), []).append(array)
-
-    def _dtype(self, wide: bool) -> Any:
-        if wide and self.widens:
-            return np.dtype("float32")
-        return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
-
-    def _new(self, n: int, dtype: Any) -> Any:
-        return np.empty(n, dtype)
 
     def widen(self, x: Any, out: Any) -> None:
         """Write the elements ``x`` into ``out``, as partial results."""
@@ -66,18 +64,16 @@ class Reduction:
         """Add elements as they came to partial results, in place."""
         if self.widens and self.op != "max":
             halves.widen(x, partial, add=True, threads=1)
-        else:
-            self.merge(partial, halves.from_bfloat16(x) if self.dtype == "bfloat16" else x)
-
-    def merge(self, partial: Any, other: Any) -> None:
-        """Add other partial results to partial results, in place."""
-        self.add(partial, other, partial)
+            return
+        x = halves.from_bfloat16(x) if self.dtype == "bfloat16" else x
+        with np.errstate(invalid="ignore", over="ignore"):  # see add
+            self._add(partial, x, out=partial)
 
     def add(self, first: Any, second: Any, out: Any) -> None:
         """Write the sum of two partial results, in this order, into ``out``."""
         # Inf - Inf is the caller's affair, and arrives as NaN on every rank.
         with np.errstate(invalid="ignore", over="ignore"):
-            (np.maximum if self.op == "max" else np.add)(first, second, out=out)
+            self._add(first, second, out=out)
 
     def complete(self, partial: Any, x: Any, out: Any) -> None:
         """Do the last :meth:`combine`, and :meth:`finish`; ``out`` may be ``x``."""
@@ -104,17 +100,13 @@ class DeviceReduction(Reduction):
 
     def __init__(self, op: str, dtype: str, size: int, like: Any) -> None:
         super().__init__(op, dtype, size)
-        self._torch = sys.modules["torch"]
-        self._like = like
+        torch = sys.modules["torch"]
+        self._own, self._wide = like.dtype, torch.float32 if self.widens else like.dtype
+        self._add = torch.maximum if op == "max" else torch.add
+        self._new = lambda n, dtype: like.new_empty(n, dtype=dtype)
 
     def combine(self, partial: Any, x: Any) -> None:
-        self.merge(partial, x)
-
-    def _dtype(self, wide: bool) -> Any:
-        return self._torch.float32 if wide and self.widens else self._like.dtype
-
-    def _new(self, n: int, dtype: Any) -> Any:
-        return self._like.new_empty(n, dtype=dtype)
+        self.add(partial, x.to(partial.dtype), partial)
 
     def complete(self, partial: Any, x: Any, out: Any) -> None:
         self.combine(partial, x)
@@ -123,14 +115,8 @@ class DeviceReduction(Reduction):
     def widen(self, x: Any, out: Any) -> None:
         out.copy_(x)
 
-    def merge(self, partial: Any, other: Any) -> None:
-        if self.op == "max":
-            self._torch.maximum(partial, other.to(partial.dtype), out=partial)
-        else:
-            partial.add_(other)
-
     def add(self, first: Any, second: Any, out: Any) -> None:
-        (self._torch.maximum if self.op == "max" else self._torch.add)(first, second, out=out)
+        self._add(first, second, out=out)
 
     def finish(self, partial: Any, out: Any) -> None:
         if self.op == "mean":

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from hvd_compress.base import Sparse
+from hvd_compress.config import check_choice
 from hvd_compress.errors import PayloadError
 from hvd_compress.mpi.dense import ALGORITHMS as DENSE
 from hvd_compress.mpi.dense.algorithm import Allreduce
@@ -23,9 +24,9 @@ from hvd_compress.mpi.sparse.algorithm import Run, Summed
 from hvd_compress.mpi.sparse.hierarchical import hierarchical as hierarchical_sparse
 from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.transport.arrays import HALVES
-from hvd_compress.mpi.transport.communicator import Channel, Communicator, others
+from hvd_compress.mpi.transport.channel import Channel
+from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.nodes import nodes_of
-from hvd_compress.mpi.transport.progress import Wait
 from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.mpi.tuning.measuring import model_of
 from hvd_compress.requests import algorithms
@@ -63,6 +64,9 @@ def dense_by_nodes(
 def dense_of_exchange(comm: Communicator, name: str, nbytes: int, dtype: str) -> Allreduce:
     """Return the allreduce of a request, never MPI's own, which has no tags.  Nodes add in the
     order of the ranks on both levels."""
+    if name in algorithms.DENSE:
+        return DENSE[name]
+    check_choice("algorithm", name, algorithms.SUMS)
     if name == "hierarchical":
         if not nodes_of(comm).is_flat:
             return dense_by_nodes(comm, "direct", nbytes, dtype)
@@ -94,6 +98,7 @@ def sparse_by_nodes(comm: Communicator, name: str, ranks_per_node: int | None = 
 def sparse_of_exchange(comm: Communicator, name: str) -> Run:
     """Return the sparse sum of a request; "auto" chooses by its own numbers of entries, since
     exchanges have the tags of one channel only."""
+    check_choice("algorithm", name, algorithms.SPARSE_SUMS)
     if name == "hierarchical":
         if not nodes_of(comm).is_flat:
             return sparse_by_nodes(comm, "allgather")
@@ -113,11 +118,8 @@ def _fastest(model: CostModel, comm: Communicator | None = None) -> Run:
         announcing = channel if comm is None else comm.channel()
         counts = np.full(channel.size, mine.indices.size, "<i8")
         own = counts[channel.rank : channel.rank + 1].copy()
-        messages = []
-        for peer in others(channel.rank, channel.size):
-            messages.append(announcing.receive(counts[peer : peer + 1], peer))
-            messages.append(announcing.send(own, peer))
-        arrival = Wait(messages, "numbers of entries")
+        theirs = {peer: counts[peer : peer + 1] for peer in channel.comm.peers}
+        arrival = announcing.exchange(theirs, dict.fromkeys(theirs, own), "numbers of entries")
         largest = None if comm is None else comm.entries.get(form)
         if largest is None:
             yield arrival

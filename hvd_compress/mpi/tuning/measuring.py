@@ -17,8 +17,7 @@ from hvd_compress.mpi.dense.payloads import gather
 from hvd_compress.mpi.dense.running import CHUNK, run
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.sparse.running import reduce
-from hvd_compress.mpi.transport.communicator import Communicator, others
-from hvd_compress.mpi.transport.point_to_point import exchange
+from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.tuning.cost_model import SPARSITY, CostModel, Points
 from hvd_compress.wire import decode_sparse, encode_sparse
@@ -65,7 +64,7 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
     partner = rank ^ 1
     ring: Pattern = ([(rank + 1) % size], [(rank - 1) % size])
     pair: Pattern = ([partner], [partner]) if partner < size else ([], [])
-    fan: Pattern = (others(rank, size), others(rank, size))
+    fan: Pattern = (comm.peers, comm.peers)
 
     def seconds(make: Callable[[], list[Algorithm]], times: int) -> float:
         def call() -> object:
@@ -112,7 +111,7 @@ def _exchange(
     if rows is None:
         rows = np.zeros((len(sources) + 1, size), np.uint8)
     buffers = dict(zip(sources, rows, strict=False))
-    return exchange(comm.channel(), dict.fromkeys(to, rows[-1]), buffers, "measuring")
+    yield comm.channel().exchange(buffers, dict.fromkeys(to, rows[-1]), "measuring")
 
 
 def _points(comm: Communicator, repeats: int) -> dict[str, Points]:

@@ -1,0 +1,142 @@
+"""Messages of one algorithm between its ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Generator, Mapping
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hvd_compress.errors import PayloadError, UnsupportedError
+from hvd_compress.mpi.transport.arrays import before_message
+from hvd_compress.mpi.transport.progress import Wait
+
+#: bytes that MPI cannot count
+TOO_MANY = 2**31
+#: further bits of a tag say which size the message has, if MPI has tags of so many bits
+SIZE_BITS = 8
+#: bytes of a message that needs the processor itself, so that nobody shall look for it all the time
+_BULK = 32 * 1024
+
+
+class Channel:
+    """Messages of one algorithm between its ranks: 1-D contiguous arrays, told apart from other
+    algorithms' by a tag and among themselves by their order."""
+
+    def __init__(self, comm: Any, tag: int) -> None:
+        self.comm, self.tag = comm, tag
+        self.rank, self.size = comm.rank, comm.size
+        self.bytes_sent = self.bytes_received = 0
+        self.whole: Channel | None = None  # see within
+
+    def within(self, subgroup: Any) -> Channel:
+        """Return the channel of the same algorithm in a subgroup of the ranks, whose bytes count in
+        this one, too."""
+        channel = subgroup.channel(self.tag)
+        channel.whole = self
+        return channel
+
+    def exchange(
+        self,
+        incoming: Mapping[int, Any],
+        outgoing: Mapping[int, Any],
+        phase: str,
+        step: tuple[int, int] = (1, 1),
+    ) -> Wait:
+        """Begin to receive arrays, and to send arrays, by the rank at the other end, and return
+        what waits for all of them; ``phase`` and ``step`` are those of :class:`.Wait`."""
+        comm, requests, messages, is_bulk = self.comm, [], [], False
+        received = sent = 0
+        for comes, arrays in ((True, incoming), (False, outgoing)):
+            begin = comm.mpi.Irecv if comes else comm.mpi.Isend
+            for peer, array in arrays.items():
+                if isinstance(array, np.ndarray):
+                    size = array.nbytes
+                else:
+                    size = nbytes(array)
+                    before_message(array)
+                received, sent = (received + size, sent) if comes else (received, sent + size)
+                is_bulk |= size > _BULK
+                pieces = [array]
+                if comm.segment and size > comm.segment:
+                    pieces = _pieces(array, comm.segment)
+                for piece in pieces:
+                    length = size if piece is array else nbytes(piece)
+                    # A message of another size shall not match: Open MPI 4.1 writes what is too
+                    # long behind the end of the buffer.  It is missed until the time-out instead.
+                    mixed = length * 0x9E3779B97F4A7C15 % 2**64 >> 64 - SIZE_BITS
+                    tag = self.tag + comm.tags * (mixed % (1 << comm.size_bits))
+                    requests.append(begin([piece, length, MPI.BYTE], peer, tag))
+                    messages.append((comm.members[peer], length, comes))
+        self.bytes_received += received
+        for counter in (self, self.whole, comm, comm.whole):
+            if counter is not None:
+                counter.bytes_sent += sent
+        if self.whole is not None:
+            self.whole.bytes_received += received
+        return Wait(requests, messages, phase, step, None, is_bulk)
+
+
+def _pieces(array: Any, size: int) -> list[Any]:
+    """Return an array as bytes, in pieces of so many."""
+    raw = array.view(np.uint8 if isinstance(array, np.ndarray) else sys.modules["torch"].uint8)
+    return [raw[start : start + size] for start in range(0, len(raw), size)]
+
+
+def nbytes(array: Any) -> int:
+    """Return the bytes of a NumPy array or a torch tensor."""
+    return array.nbytes if isinstance(array, np.ndarray) else array.numel() * array.element_size()
+
+
+def exchange(
+    channel: Channel,
+    messages: Mapping[int, np.ndarray],
+    sources: Collection[int],
+    phase: str,
+    step: tuple[int, int] = (1, 1),
+    *,
+    like: np.ndarray | None = None,
+    limit: int = TOO_MANY - 1,
+) -> Generator[Wait, None, dict[int, np.ndarray]]:
+    """Send messages, and return those that arrive, by the rank that they come from.
+
+    Args:
+        channel: the channel of the algorithm.
+        messages: 1-D uint8, by the rank that they go to.
+        sources: the ranks that send one to this rank.
+        phase, step: see :class:`.Wait`.
+        like: all that arrive have as many bytes; ``None``: receivers do not know the sizes, which
+            are sent ahead, as 8 bytes to each rank.
+        limit: the largest number of bytes that a valid message may have.
+
+    Raises:
+        PayloadError: a rank announces more than that.
+        UnsupportedError: a message has more bytes than MPI can count.
+    """
+    if not messages and not sources:
+        return {}
+    arriving: dict[int, np.ndarray] = {}
+    if like is not None:
+        for peer in sources:
+            arriving[peer] = np.empty_like(like)
+        yield channel.exchange(arriving, messages, phase, step)
+        return arriving
+    sizes, ahead = {}, {}
+    for peer in sources:
+        sizes[peer] = np.empty(1, "<i8")
+    for peer, message in messages.items():
+        if message.nbytes >= TOO_MANY:
+            raise UnsupportedError(f"a message of {message.nbytes} bytes: split the tensor")
+        ahead[peer] = np.array([message.nbytes], "<i8")
+    yield channel.exchange(sizes, ahead, f"{phase}, sizes", step)
+    for peer, size in sizes.items():
+        if not 0 <= size[0] <= limit:
+            raise PayloadError(
+                f"bad payload from rank {peer}: {size[0]} bytes announced where {limit} are the "
+                "most: the ranks' calls differ"
+            )
+        arriving[peer] = np.empty(size[0], np.uint8)
+    yield channel.exchange(arriving, messages, phase, step)
+    return arriving
