@@ -7,7 +7,7 @@ The frameworks have packages of their own, ``hvd_compress.torch`` and ``hvd_comp
 from importlib.metadata import PackageNotFoundError, version
 
 from hvd_compress import requests
-from hvd_compress.auto import Auto
+from hvd_compress.advisor.auto import Auto
 from hvd_compress.base import Context, Outcome
 from hvd_compress.config import from_config
 from hvd_compress.integrations import exports

@@ -369,7 +369,7 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     partner: ClassVar[str | None] = None
     #: the names of the kinds of steps, if the method has several
     phases: ClassVar[tuple[str, ...]] = ()
-    #: the method is none itself, but says how one is chosen in the first steps: see :meth:`chooser`
+    #: the method is none itself, but says how one is chosen in the first steps: see :meth:`decide`
     is_chosen_later: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -448,9 +448,22 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         """How rows are sent in any step."""
         return frozenset({"whole"})
 
-    def chooser(self) -> Any:
-        """Return a new :class:`hvd_compress.reduce.Chooser`, which changes the method of a reducer
-        once; ``None``: the method stays."""
+    def decide(
+        self,
+        reducer: Any,
+        backward: Sequence[float],
+        gradients: Mapping[str, Array],
+        directions: Mapping[str, Array],
+    ) -> tuple[str, str] | None:
+        """Return the method for all further steps as a text, and the reason, where
+        ``is_chosen_later``; ``None``: ask again after the next step.  This is a collective.
+
+        Args:
+            reducer: a :class:`hvd_compress.reduce.Reducer` between two steps.
+            backward: the seconds of each step so far on this rank, without those of exchanges.
+            gradients: of the last step; their memory may hold anything by now.
+            directions: the averages of the last step, equal on all ranks.
+        """
         return None
 
     def repaired(self, gradient: Array, state: State) -> State:

@@ -98,7 +98,7 @@ class Stats:
     their sum; and ``times``, where this rank's time went, in seconds, which is ``None`` where it
     cannot be seen (in graphs of TensorFlow); and ``buckets``, the same of tensors that are sent
     together, by the name under which they are (empty in graphs).  With ``compression="auto"``,
-    ``choice`` says what was measured and chosen, as plain values; else it is ``None``.
+    ``choice`` has the "method" in use and "why" it was chosen; else it is ``None``.
 
     ``print(stats)`` shows a table, ``stats.line()`` is one line, and :func:`hvd_compress.log_stats`
     writes scalars for TensorBoard and the like.
@@ -191,7 +191,7 @@ class Stats:
             f"elements sent {t.density:.4%}), {human_bytes(t.bytes_received)} received in all, "
             f"residual norm {t.residual_norm:.3g}"
             + (f"; {self.times.line()}" if self.times and self.times.steps else "")
-            + (f"; {self.choice['phase']} {self.choice['method']}" if self.choice else "")
+            + (f"; auto: {self.choice['method']}" if self.choice else "")
         )
 
     def __str__(self) -> str:

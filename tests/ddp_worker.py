@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress import Gather, Max, Outcome, Sum
-from hvd_compress.auto import choosing
+from hvd_compress.advisor import auto
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.reduce.reducer import Reducer
@@ -232,19 +232,18 @@ class _Rounds(Stateless, name="test-ddp-rounds"):
 @_of_several
 def a_method_is_chosen_in_the_first_steps() -> None:
     text = "topk:density=0.05"
-    auto = Auto(methods=(text,), steps=2)
-    model, state = _distributed(auto)
-    seconds = {"none": 1.0, "fp16": 1.0, text: 0.1}
-    with mock.patch.object(choosing, "decided", return_value=(text, "for a test", seconds)):
+    method = Auto(steps=2)
+    model, state = _distributed(method)
+    with mock.patch.object(Auto, "choice", return_value=(text, "for a test")):
         _train(model, range(8))
     _same_everywhere(model)
     assert state.stats().choice["method"] == text
     assert any(x["residual"].any() for x in state.reducer.store.states.values() if x)
     saved = copy.deepcopy(state.state_dict())
-    again, other = _distributed(auto)
+    again, other = _distributed(method)
     again.module.load_state_dict(model.module.state_dict())
     other.load_state_dict(saved)
-    with mock.patch.object(choosing, "measured_network", None):  # nothing is measured again
+    with mock.patch.object(auto, "measured_network", None):  # nothing is measured again
         _train(again, range(8, 12))
     assert other.stats().choice["method"] == text
     _same_everywhere(again)

@@ -19,7 +19,7 @@ try:
 except ImportError as error:
     raise ImportError("hvd_compress.torch needs PyTorch: pip install torch") from error
 
-from hvd_compress.auto import Auto
+from hvd_compress.advisor.auto import Auto
 from hvd_compress.config import check_process_set as _check_process_set
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.integrations.exports import *  # noqa: F403

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hvd_compress.advisor.network import Network
@@ -120,7 +120,6 @@ def choose(
     network: Network,
     backward: float = 0.0,
     accuracy: str = "measured",
-    candidates: Sequence[Candidate] | None = None,
 ) -> str:
     """Return the method of the shortest step; one that loses more must gain 2 %.
 
@@ -129,8 +128,6 @@ def choose(
         network: where messages travel.
         backward: seconds of computing gradients.
         accuracy: the most that may be lost.
-        candidates: from which to choose, instead of the advisor's of this accuracy; those that
-            lose least first.
 
     Raises:
         ConfigError: ``accuracy`` is none of ``ACCURACIES``.
@@ -140,7 +137,7 @@ def choose(
     """
     seconds = seconds_of(pieces, network, backward)
     best, least, loses = "", math.inf, ""
-    for candidate in allowed(accuracy) if candidates is None else candidates:
+    for candidate in allowed(accuracy):
         if candidate.method not in seconds:
             continue
         worse = bool(best) and candidate.accuracy != loses

@@ -177,7 +177,9 @@ class _Engine:
         pass
 
 
-def measured(method: Any, shapes: Shapes, *, steps: int = 5, seed: int = 0) -> Piece:
+def measured(
+    method: Any, shapes: Shapes, *, steps: int = 5, most: int | None = None, seed: int = 0
+) -> Piece:
     """Run a method on random gradients of these shapes, and return what it costs; this takes
     seconds for millions of parameters, and 20 times their memory.
 
@@ -185,35 +187,25 @@ def measured(method: Any, shapes: Shapes, *, steps: int = 5, seed: int = 0) -> P
         method: a method, its name, or a string such as "topk:density=0.01".
         shapes: of the parameters by name.
         steps: of which the shortest counts, after two that prepare.
+        most: elements to run on: costs of a sample of the tensors are scaled to all.  ``None``: all
+            are run on.
         seed: of the gradients.
     """
-    before, two, of_two = _run(method, shapes, 2, steps, seed)
-    _, three, of_three = _run(method, shapes, 3, steps, seed)
+    sample, total = shapes if most is None else sampled(shapes, most), elements_of(shapes)
+    before, two, of_two = _run(method, sample, 2, steps, seed)
+    _, three, of_three = _run(method, sample, 3, steps, seed)
+    factor = total / elements_of(sample) if total else 1.0
+    buckets = many = max(of_two.buckets, 1)
+    if factor > 1:
+        buckets = max(many, math.ceil(4 * total / BUCKET_BYTES))
     messages = {}
     for kind, count in of_two.counts.items():
         shared = max(6 * (of_two.messages[kind] - of_three.messages[kind]), 0)
-        messages[kind] = Messages(max(of_two.messages[kind] - shared // 2, 0), shared, count)
-    # Only what is gathered grows with the ranks; elsewhere a difference is noise, to be multiplied.
-    gathered = messages["gather"].whole if "gather" in messages else 0
-    each = max(three - two, 0.0) if 2 * gathered > sum(of_two.messages.values()) else 0.0
-    return Piece(messages, max(of_two.buckets, 1), before, max(two - 2 * each, 0.0), each)
-
-
-def estimated(method: str, shapes: Shapes) -> Piece:
-    """Return what :func:`measured` returns for large models, in tenths of a second: the costs of a
-    sample of the tensors, scaled to all."""
-    sample, total = sampled(shapes), elements_of(shapes)
-    piece, factor = measured(method, sample, steps=2), total / max(elements_of(sample), 1)
-    buckets = max(piece.buckets, math.ceil(4 * total / BUCKET_BYTES))
-    messages = {
-        kind: Messages(
-            round(m.whole * factor),
-            round(m.shared * factor),
-            max(round(m.exchanges * buckets / piece.buckets), 1),
+        whole = max(of_two.messages[kind] - shared // 2, 0)
+        messages[kind] = Messages(
+            round(whole * factor), round(shared * factor), max(round(count * buckets / many), 1)
         )
-        for kind, m in piece.messages.items()
-    }
-    if isinstance(power := as_compressor(method), PowerSGD):
+    if factor > 1 and isinstance(power := as_compressor(method), PowerSGD):
         # Two factors of a large matrix are a smaller part of it than those of a small one.
         values = 0
         for shape in shapes.values():
@@ -221,7 +213,11 @@ def estimated(method: str, shapes: Shapes) -> Piece:
             whole = not power.compresses(shape)
             values += n * m if whole else min(n, m, power.rank) * (n + m) // (1 + power.alternate)
         messages["sum"] = messages["sum"]._replace(whole=4 * values, shared=0)
-    seconds = (factor * each for each in (piece.before, piece.after, piece.each))
+    # Only what is gathered grows with the ranks; elsewhere a difference is noise, to be multiplied.
+    gathered = messages["gather"].whole if "gather" in messages else 0
+    mostly = 2 * gathered > factor * sum(of_two.messages.values())
+    each = max(three - two, 0.0) if mostly else 0.0
+    seconds = (factor * x for x in (before, max(two - 2 * each, 0.0), each))
     return Piece(messages, buckets, *seconds)
 
 

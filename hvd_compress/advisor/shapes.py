@@ -13,9 +13,6 @@ from collections.abc import Callable
 
 Shapes = dict[str, tuple[int, ...]]
 
-#: elements of a sample, on which a method takes some tenths of a second
-_ELEMENTS = 2**20
-
 
 def _norm(name: str, channels: int) -> Shapes:
     return {f"{name}.weight": (channels,), f"{name}.bias": (channels,)}
@@ -193,9 +190,9 @@ def elements_of(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-def sampled(shapes: Shapes, elements: int = _ELEMENTS) -> Shapes:
+def sampled(shapes: Shapes, elements: int) -> Shapes:
     """Return about so many elements in tensors that stand for all: one in each stride by size, and
-    a part of the longest dimension if a tensor is more than an eighth of ``_ELEMENTS``."""
+    a part of the longest dimension if a tensor is more than an eighth of ``elements``."""
     total = elements_of(shapes)
     if total <= elements:
         return dict(shapes)
@@ -205,7 +202,7 @@ def sampled(shapes: Shapes, elements: int = _ELEMENTS) -> Shapes:
     for i in range(math.ceil(len(by_size) / stride)):
         # From the middle of each stride, so that neither small nor large ones have the advantage.
         name = by_size[min(int((i + 0.5) * stride), len(by_size) - 1)]
-        shape, most = list(shapes[name]), _ELEMENTS // 8
+        shape, most = list(shapes[name]), elements // 8
         if (size := math.prod(shape)) > most:
             longest = shape.index(max(shape))
             shape[longest] = max(int(shape[longest] * most / size), 1)

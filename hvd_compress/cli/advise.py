@@ -9,7 +9,6 @@ import json
 import math
 import operator
 import re
-import socket
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +29,7 @@ from hvd_compress.advisor import (
     is_bottleneck,
     kept,
     measured,
+    meeting,
     rows_of,
     step_of,
 )
@@ -121,14 +121,8 @@ def measured_network() -> tuple[Network, bool]:
             "--measure needs ranks to measure between: mpirun -np 4 -H ... hvd-compress advise "
             "--measure"
         )
-    costs = mpi.measure(comm)
-    hosts = len(set(comm.mpi.allgather(socket.gethostname())))
-    rate = 8 / costs.beta
-    if hosts == 1:
-        line = {"inner_bandwidth": rate, "inner_latency": costs.alpha}
-        return Network(comm.size, rate, costs.alpha, 1, **line), comm.rank == 0
-    even = hosts if comm.size % hosts == 0 else comm.size
-    return Network(comm.size, rate, costs.alpha, even), comm.rank == 0
+    reducer = mpi.Reducer("none", comm=comm)
+    return meeting.measured_network(reducer, np.empty(0, np.float32)), comm.rank == 0
 
 
 def pieces_of(model: str, fresh: bool) -> dict[str, Piece]:

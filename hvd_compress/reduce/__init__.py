@@ -1,7 +1,6 @@
 """The averaging of gradients: a reducer, the store of its states, and the buckets that travel."""
 
-from hvd_compress.reduce.chooser import Chooser
 from hvd_compress.reduce.reducer import Reducer
 from hvd_compress.reduce.store import MemoryStore, Store
 
-__all__ = ["Chooser", "MemoryStore", "Reducer", "Store"]
+__all__ = ["MemoryStore", "Reducer", "Store"]

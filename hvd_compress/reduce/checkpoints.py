@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import State
+from hvd_compress.reduce.choice import Choice
 from hvd_compress.reduce.state_file import check_array, entry, header_of, read_header, refused
 from hvd_compress.reduce.store import MemoryStore, misfit
 
@@ -37,7 +38,7 @@ def load(reducer: Reducer, store: MemoryStore, state_dict: Mapping[str, Any]) ->
     saved = read_header(state_dict)
     if (method := saved.method["method"]) != reducer.compression.name:
         raise refused(f"it is of {method}, and the method here is {reducer.compression.name}")
-    chooser = reducer.chooser and reducer.chooser.read(saved.choice)
+    choice = None if reducer.choice is None else Choice.read(saved.choice)
     everything, differing = (entry(state_dict, key, Mapping) for key in ("states", "per_rank"))
     if differing.keys() != everything.keys():
         raise refused("'per_rank' and 'states' are of different tensors")
@@ -48,7 +49,7 @@ def load(reducer: Reducer, store: MemoryStore, state_dict: Mapping[str, Any]) ->
             raise refused(f"'per_rank' names keys that the state of {name!r} has not")
         arrays = {key: check_array(f"{key!r} of {name!r}", x) for key, x in state.items()}
         states[name] = {key: backend_of(x).copy(x) for key, x in arrays.items()}
-    looks = store.looks.of_states() if chooser is None or chooser.method == reducer.method else {}
+    looks = store.looks.of_states() if choice is None or choice.method == reducer.method else {}
     for name, expected in looks.items():  # others: with their first gradient
         loaded = reducer.homes.own(name, entry(states, name, dict))
         if problem := misfit(loaded, expected):
@@ -59,8 +60,8 @@ def load(reducer: Reducer, store: MemoryStore, state_dict: Mapping[str, Any]) ->
         for name in inconsistent:
             states[name] |= {key: states[name][key] * factor for key in differing[name]}
     reducer.abandon()
-    if chooser is not None:
-        reducer.take_chooser(chooser)
+    if choice is not None:
+        reducer.take_choice(choice)
     reducer.step, reducer.epoch, reducer.seed = saved.step, saved.epoch, saved.seed
     per_rank = {name: frozenset(keys) for name, keys in differing.items()}
     store.replace(states, per_rank, inconsistent)

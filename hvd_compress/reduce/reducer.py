@@ -39,7 +39,7 @@ from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import checkpoints
 from hvd_compress.reduce.averages import averaged, largest
 from hvd_compress.reduce.buckets import BUCKET_BYTES, Buckets, label_of
-from hvd_compress.reduce.chooser import Chooser
+from hvd_compress.reduce.choice import Choice
 from hvd_compress.reduce.homes import Homes
 from hvd_compress.reduce.store import MemoryStore, Store
 from hvd_compress.reduce.undo import Undo
@@ -93,7 +93,7 @@ class Reducer:
 
     Attributes:
         compression: the method that was asked for.
-        chooser: changes the method once, where that is what was asked for, or ``None``.
+        choice: the method in use and why, if it is chosen in the first steps; else ``None``.
         method: the one in use.
         step, epoch: the step and epoch of the next exchange.
         phase: of the method, where the step is a symbol.
@@ -141,12 +141,12 @@ class Reducer:
         finds_unused: bool = False,
     ) -> None:
         self.compression: Compressor = as_compressor(compression)
-        self.chooser: Chooser | None = self.compression.chooser()
-        self.method = self.compression if self.chooser is None else self.chooser.method
+        self.choice = Choice() if self.compression.is_chosen_later else None
+        self.method = self.compression if self.choice is None else self.choice.method
         check_seed(seed)
         check_momentum(self.compression, momentum)
         self.store = MemoryStore(momentum, nesterov) if store is None else store
-        if self.chooser is not None:
+        if self.choice is not None:
             self.store.use(self.method)
         self.sums, self.seed = sums, seed
         self.in_place, self.sparse_results = in_place, sparse
@@ -250,8 +250,8 @@ class Reducer:
         """Prepare a step, unless it has begun."""
         if self._in_flight or self._deferred or self._agrees:
             return
-        if self.chooser is not None:
-            self.chooser.sees(self)
+        if self.choice is not None:
+            self.choice.gradient_is_ready(self.clock)
         self._current = self.engine
         if self._current.size != self._planned_for:  # which ranks see in the same step
             self._planned_for = self._current.size
@@ -281,20 +281,18 @@ class Reducer:
         self._forget_plans()
         self._undo.forget()
         self._buckets = None
+        if self.choice is not None:
+            self.choice.backward.clear()
 
-    def change_method(self, method: Compressor) -> None:
-        """Use another method from the next step on, with states of its own.  To be called on all
-        ranks between the same steps."""
-        self.method = method
-        self.store.use(method)
-        self.homes = Homes(self.store.names, self.store.get)
-        self.forget_plan()
-
-    def take_chooser(self, chooser: Chooser) -> None:
-        """Go on with a choice that was read from a checkpoint, whose states follow."""
-        self.chooser = chooser
-        if chooser.method != self.method:
-            self.change_method(chooser.method)
+    def take_choice(self, choice: Choice) -> None:
+        """Use the method that was chosen from the next step on, with states of its own.  To be
+        called on all ranks between the same steps."""
+        self.choice = choice
+        if choice.method != self.method:
+            self.method = choice.method
+            self.store.use(self.method)
+            self.homes = Homes(self.store.names, self.store.get)
+            self.forget_plan()
 
     def finish(self) -> dict[str, Array]:
         """Wait for all gradients that were started, and return what :meth:`reduce` returns.
@@ -304,9 +302,12 @@ class Reducer:
         """
         with self.clock.running():
             directions, gradients = self._finish()
-        if self.chooser is not None:
+        if self.choice is not None and not self.choice.why and self.engine.size > 1:
+            self.choice.step_is_over(self.clock)
             with self.clock.paused():
-                self.chooser.ended(self, gradients, directions)
+                found = self.compression.decide(self, self.choice.backward, gradients, directions)
+            if found is not None:
+                self.take_choice(Choice(*found))
         return directions
 
     def _finish(self) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -364,7 +365,7 @@ class Reducer:
             UnsupportedError: the method is "auto", which changes methods between steps.
         """
         self._check_at_rest("keep_undo()")
-        if self.chooser is not None:
+        if self.choice is not None:
             raise UnsupportedError(
                 f"{self.compression.name} learns from each step, which cannot be discarded: name "
                 "the method that it has chosen"
@@ -413,8 +414,6 @@ class Reducer:
         self._unused = set()
         self._undo.forget()
         self.clock.awaited()
-        if self.chooser is not None:
-            self.chooser.abandoned()
         self.homes.forget()
         self._local.abandon()
         self.buckets.abandon()
@@ -541,10 +540,13 @@ class Reducer:
         )
 
     def _terms(self) -> Terms:
+        choice = {}
+        if self.choice is not None:
+            choice = {"compression": repr(self.compression), "choice": self.choice.term()}
         return self.store.terms(
             {
                 "method": repr(self.method),
-                **self._terms_of_choice(),
+                **choice,
                 "op": "Sum" if self.sums else "Average",
                 "seed": str(self.seed),
                 "step": str(self.step),
@@ -554,11 +556,6 @@ class Reducer:
                 **({"keeps undo": "True"} if self.keeps_undo else {}),
             }
         )
-
-    def _terms_of_choice(self) -> Terms:
-        if self.chooser is None:
-            return {}
-        return {"compression": repr(self.compression), "choice": self.chooser.progress()}
 
     def stats(self) -> Stats:
         """Return the exact bytes so far and the norm of the residuals, by name and in total, and
@@ -572,8 +569,8 @@ class Reducer:
             for names, times in self.clock.buckets.items()
             if not self.buckets.plan or names in self.buckets.plan
         }
-        facts = None if self.chooser is None else self.chooser.state()
-        return Stats(self.records, self.clock.times, facts, buckets)
+        choice = None if self.choice is None else self.choice.state()
+        return Stats(self.records, self.clock.times, choice, buckets)
 
     def reset_stats(self) -> None:
         """Begin at zero with all that :meth:`stats` counts: called after every step, it makes them
@@ -591,8 +588,8 @@ class Reducer:
 
     def poll(self) -> None:
         """Let messages that are under way go on; never waits."""
-        if self.chooser is not None:
-            self.chooser.sees(self)
+        if self.choice is not None:
+            self.choice.gradient_is_ready(self.clock)
         if self._current is not None:
             self._current.poll()
 

@@ -38,7 +38,7 @@ class StateHeader(NamedTuple):
         consolidated: the entries that differ between ranks are means over the ranks.
         epoch: the epoch that was announced, or ``None``.
         seed: the seed of random numbers that the ranks share; 0 if there are none.
-        choice: the state of a chooser, not checked; ``None`` if there is none.
+        choice: the method that was chosen and why, not checked; ``None`` if it is not chosen.
     """
 
     method: Mapping[str, Any]
@@ -70,7 +70,7 @@ class StateHeader(NamedTuple):
 
 def header_of(reducer: Any, consolidated: bool) -> dict[str, Any]:
     """Return the header of the state of a reducer."""
-    engine, chooser = reducer.engine, reducer.chooser
+    engine, choice = reducer.engine, reducer.choice
     return StateHeader(
         reducer.compression.to_config(),
         reducer.step,
@@ -79,7 +79,7 @@ def header_of(reducer: Any, consolidated: bool) -> dict[str, Any]:
         consolidated,
         reducer.epoch,
         reducer.seed,
-        None if chooser is None else chooser.state(),
+        None if choice is None else choice.state(),
     ).saved()
 
 

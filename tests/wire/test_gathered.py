@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import hvd_compress
+from hvd_compress.advisor import meeting
 from hvd_compress.agreement import agreement
-from hvd_compress.auto import meeting
 from hvd_compress.base import Context
 from hvd_compress.engines.lockstep import World, replies_to
 from hvd_compress.errors import MismatchError, PayloadError

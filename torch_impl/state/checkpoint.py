@@ -26,6 +26,7 @@ from hvd_compress.base import Compressor, State
 from hvd_compress.engines.named import ProcessSetEngine
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.methods.rows import rows_state
+from hvd_compress.reduce.choice import Choice
 from hvd_compress.reduce.state_file import header_of, refused, restored, unconsolidated
 
 from .. import backend
@@ -128,8 +129,8 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
     plain, ours = checked_entries(self, state_dict)
     factor = 1.0 if exact or saved is None else saved.share(binding.engine)
     reducer = binding.reducer
-    chooser = reducer.chooser and reducer.chooser.read(saved and saved.choice)
-    method = reducer.method if chooser is None else chooser.method
+    choice = None if reducer.choice is None else Choice.read(saved and saved.choice)
+    method = reducer.method if choice is None else choice.method
     states = {
         parameters[place]: _loaded_state(
             self, method, parameters[place], own, place in sparse, factor
@@ -144,8 +145,8 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
         raise refused(f"{type(self).__name__} says {error!r}") from error
     binding.abandon()
     binding.forget_groups()
-    if chooser is not None:
-        reducer.take_chooser(chooser)
+    if choice is not None:
+        reducer.take_choice(choice)
     reducer.step = 0
     if saved is not None:
         reducer.step, reducer.epoch, reducer.seed = saved.step, saved.epoch, saved.seed
@@ -233,11 +234,9 @@ def broadcast(optimizer: Any, root_rank: int) -> None:
         hvd, local_state_dict(optimizer, own=True) if hvd.rank() == root_rank else None, root_rank
     )
     binding.store.sparse = {parameters[index] for index in payload[KEY]["sparse"]}
-    method, chooser = binding.method, binding.reducer.chooser
-    if (
-        chooser is not None
-    ):  # what was chosen may be another method than on a rank that has just come
-        method = chooser.read(payload[KEY]["choice"]).method
+    method = binding.method
+    if binding.reducer.choice is not None:  # a rank that has just come may use another method
+        method = Choice.read(payload[KEY]["choice"]).method
     alive = binding.step > 0 or any(binding.store.state_of(p) for p in parameters)
     own = {}
     for index, entries in payload["state"].items():

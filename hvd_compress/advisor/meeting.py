@@ -1,21 +1,21 @@
-"""Exchanges between steps in which ranks tell each other texts, and the time that sums take."""
+"""Exchanges between steps: ranks tell each other texts, and time sums of their own."""
 
 from __future__ import annotations
 
 import json
 import math
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from hvd_compress.advisor import Network
+from hvd_compress.advisor.network import Network
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Exchange, Outcome
 from hvd_compress.engines.joining import Member
-from hvd_compress.reduce.reducer import Reducer
-from hvd_compress.requests import Gather, Sum
+from hvd_compress.reduce import Reducer
+from hvd_compress.requests import Gather
 from hvd_compress.stats import Record
 from hvd_compress.wire.content import decode_bytes, encode_bytes
 
@@ -28,11 +28,11 @@ def told(reducer: Reducer, own: Any, like: Array) -> list[Any]:
     """Return what each rank tells, in the order of the ranks.  This is a collective.
 
     Args:
-        own: what this rank tells, of which JSON is made.
-        like: a gradient.
+        own: plain values of this rank that JSON can hold.
+        like: an array, such as a gradient.
     """
-    like = reducer.store.for_messages(like)
-    return _run(reducer, "told", _texts(own, like), like).mean
+    texts = _texts(own, reducer.store.for_messages(like))
+    return reducer.run([Member("told", texts, Record())], like)["told"].mean
 
 
 def _texts(own: Any, like: Array) -> Exchange:
@@ -46,22 +46,24 @@ def _texts(own: Any, like: Array) -> Exchange:
     return Outcome(list(map(json.loads, texts)), payload, {})
 
 
-def measured_network(reducer: Reducer, like: Array, now: Callable[[], float]) -> Network:
-    """Return the network as sums of its own find it, equal on all ranks: of each the shortest time,
-    and of the ranks the one that took longest.  This is a collective.
+def measured_network(reducer: Reducer, like: Array) -> Network:
+    """Return the network as it carries sums, equal on all ranks: of each sum the shortest time, and
+    of the ranks the one that took longest.  This is a collective.
 
     Args:
-        like: a gradient, in whose memory sums are made.
-        now: a clock, which may go differently on each rank.
+        reducer: sums are timed by its clock, which may go differently on each rank.
+        like: an array, such as a gradient; sums are made where it is.
     """
     hosts = len(set(told(reducer, socket.gethostname(), like)))
+    xp, now = backend_of(like), reducer.clock.now
 
     def seconds(n: int) -> float:
-        found = []
+        zeros, found = xp.from_numpy(np.zeros(n, np.float32), like), []
         for _ in range(_TIMES):
-            _sum(reducer, 1, like)  # all are there
+            reducer.average({"sum": zeros[:1]})  # all are there
             began = now()
-            _sum(reducer, n, like)
+            mean = reducer.average({"sum": zeros})["sum"]
+            xp.to_numpy(mean[:1])  # arrays of a device are there only now
             found.append(now() - began)
         return longest(told(reducer, min(found), like))
 
@@ -74,20 +76,3 @@ def measured_network(reducer: Reducer, like: Array, now: Callable[[], float]) ->
 def longest(seconds: Iterable[Any]) -> float:
     """Return the longest of the times that ranks have told, where clocks may be wrong."""
     return max((s for s in seconds if math.isfinite(s)), default=0.0)
-
-
-def _sum(reducer: Reducer, n: int, like: Array) -> None:
-    xp = backend_of(like)
-    zeros = xp.from_numpy(np.zeros(n, np.float32), like)
-
-    def exchange() -> Exchange:
-        total = yield Sum(zeros)
-        return Outcome(total, zeros, {})
-
-    total = _run(reducer, "sum", exchange(), like).mean
-    xp.to_numpy(total[:1])  # where arrays are a device's, it is there only now
-
-
-def _run(reducer: Reducer, name: str, exchange: Exchange, like: Array) -> Any:
-    label = f"auto.{name}"
-    return reducer.run([Member(label, exchange, Record(), 1)], like)[label]
