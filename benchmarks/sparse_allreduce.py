@@ -47,7 +47,7 @@ under_mpirun(options.ranks)
 from mpi4py import MPI
 
 from hvd_compress import Context, Sparse, mpi
-from hvd_compress.meetings.regions import Regions
+from hvd_compress.meetings.ok_topk import Regions
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 
 world = MPI.COMM_WORLD

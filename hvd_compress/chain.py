@@ -35,7 +35,7 @@ from hvd_compress.base import (
 )
 from hvd_compress.config import Configurable, as_tuple, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.operators.classes import Classes
+from hvd_compress.operators.base import Classes
 from hvd_compress.requests import Request
 
 

@@ -41,7 +41,7 @@ from hvd_compress.cli.options import picture_file
 from hvd_compress.engines.base import watched
 from hvd_compress.engines.lockstep import World
 from hvd_compress.integrations.launch import under_mpirun
-from hvd_compress.operators.classes import Classes
+from hvd_compress.operators.base import Classes
 from hvd_compress.stats import human_bytes
 from hvd_compress.studies.step_sizes import FeedbackSteps, ef21_step_size
 from mpi_examples.regression import Regression

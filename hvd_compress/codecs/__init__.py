@@ -11,11 +11,10 @@ from hvd_compress.codecs.dithering import (
 from hvd_compress.codecs.floats import float8
 from hvd_compress.codecs.linear import linear
 from hvd_compress.codecs.logarithmic import logarithmic
-from hvd_compress.codecs.natural import natural
-from hvd_compress.codecs.rounding import rounding
+from hvd_compress.codecs.rounding import natural, rounding
 from hvd_compress.codecs.signs import plus_minus, scaled_sign, sign
 from hvd_compress.codecs.ternary import ternary
-from hvd_compress.operators.classes import Classes
+from hvd_compress.operators.base import Classes
 
 __all__ = [
     "Classes",

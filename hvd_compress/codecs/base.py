@@ -12,7 +12,7 @@ from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.kernels import is_compiled
 from hvd_compress.kernels.codecs import Finite, Loops, Sums, all_finite, as_loops_take
-from hvd_compress.operators.classes import Classes
+from hvd_compress.operators.base import Classes
 
 Array = Any
 

@@ -7,16 +7,16 @@ import functools
 
 import numpy as np
 
-from hvd_compress.codecs import buckets
-from hvd_compress.codecs.columns import Columns
+from hvd_compress.codecs import runs
+from hvd_compress.codecs.runs import ByColumn
 from hvd_compress.kernels.bitpacking import full_bytes
 from hvd_compress.kernels.codecs import Halves
 from hvd_compress.kernels.reference import sums
-from hvd_compress.operators.classes import Classes
+from hvd_compress.operators.base import Classes
 
 
 @dataclasses.dataclass(frozen=True)
-class column_means(Columns, name="column_means"):
+class column_means(ByColumn, name="column_means"):
     """The negative elements of a column become their mean, all others theirs.
 
     For this division in two, the two means have the least squared error, and what they leave of a
@@ -28,7 +28,7 @@ class column_means(Columns, name="column_means"):
         column: number of elements in a column, a run of the flat tensor.  ``None`` takes what
             belongs to one index of the first dimension: in PyTorch a row of a matrix, or a filter,
             that is, what is added up in one output; in Keras what leaves one input (of a
-            convolution: one row of the kernel).  One-dimensional tensors are one column.  Columns
+            convolution: one row of the kernel).  One-dimensional tensors are one column.  ByColumn
             of fewer than 64 elements are joined, and those of more than 4096 divided.  Short
             columns have less error, long ones take fewer bits: a column of c elements takes
             32 c / (c + 64) times less than float32.
@@ -53,14 +53,14 @@ class column_means(Columns, name="column_means"):
         return Halves(self.column)
 
     def _bytes_of_means(self, n: int, dtype: np.dtype) -> int:
-        return 2 * buckets.count(n, self.column) * dtype.itemsize
+        return 2 * runs.count(n, self.column) * dtype.itemsize
 
     def size(self, n: int, dtype: np.dtype) -> int:
         return self._bytes_of_means(n, dtype) + full_bytes(n)
 
     def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         bits, means = x >= 0, []
-        columns = zip(buckets.rows(x, self.column), buckets.rows(bits, self.column), strict=True)
+        columns = zip(runs.rows(x, self.column), runs.rows(bits, self.column), strict=True)
         with np.errstate(over="ignore", invalid="ignore"):
             for part, is_high in columns:
                 count = np.count_nonzero(is_high, axis=1)
@@ -75,9 +75,7 @@ class column_means(Columns, name="column_means"):
         means = code[:split].view(dtype.newbyteorder("<")).astype(dtype).reshape(-1, 2)
         low, high = np.ascontiguousarray(means.T).view(word)
         bits, values, first = np.unpackbits(code[split:], count=n), np.empty(n, word), 0
-        columns = zip(
-            buckets.rows(bits, self.column), buckets.rows(values, self.column), strict=True
-        )
+        columns = zip(runs.rows(bits, self.column), runs.rows(values, self.column), strict=True)
         for part, chosen in columns:
             mine = slice(first, first + part.shape[0])
             # Choosing by arithmetic on the bit patterns is exact, and faster than np.where.

@@ -9,12 +9,12 @@ import math
 
 import numpy as np
 
-from hvd_compress.codecs import buckets
-from hvd_compress.codecs.scaled import Scaled
+from hvd_compress.codecs import runs
+from hvd_compress.codecs.runs import Scaled
 from hvd_compress.config import is_number, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.codecs import Digits
-from hvd_compress.operators.classes import Classes
+from hvd_compress.operators.base import Classes
 
 
 class Dithering(Scaled):
@@ -30,8 +30,8 @@ class Dithering(Scaled):
         levels = self.levels
         if not is_whole(levels) or not 1 <= levels <= most:
             raise ConfigError(f"levels must be a number from 1 to {most}; got {levels!r}")
-        buckets.check_bucket(self.bucket)
-        buckets.check_norm(self.norm)
+        runs.check_bucket(self.bucket)
+        runs.check_norm(self.norm)
 
     def _quotients(self, x: np.ndarray, norms: np.ndarray) -> np.ndarray:
         """``x / norm``, from -1 to 1, or a little beyond by rounding."""

@@ -1,4 +1,4 @@
-"""Eight bits with an exponent: the formats E4M3 and E5M2 (Micikevicius et al., 2022)."""
+"""Numbers as they are, and eight bits with an exponent (Micikevicius et al., 2022)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,29 @@ import functools
 
 import numpy as np
 
-from hvd_compress.codecs import buckets
-from hvd_compress.codecs.scaled import Scaled
+from hvd_compress.codecs import runs
+from hvd_compress.codecs.base import Codec
+from hvd_compress.codecs.runs import Scaled
 from hvd_compress.config import check_choice
 from hvd_compress.kernels.codecs import Digits
+from hvd_compress.operators.base import IDENTITY, Classes
+
+
+@dataclasses.dataclass(frozen=True)
+class plain(Codec, name="plain"):
+    """All bits of all numbers."""
+
+    def size(self, n: int, dtype: np.dtype) -> int:
+        return n * dtype.itemsize
+
+    def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        return np.frombuffer(x.astype(x.dtype.newbyteorder("<")).tobytes(), np.uint8)
+
+    def decode(self, code: np.ndarray, n: int, dtype: np.dtype) -> np.ndarray:
+        return np.frombuffer(code.tobytes(), dtype.newbyteorder("<")).astype(dtype)
+
+    def classes(self, d: int) -> Classes:
+        return IDENTITY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +57,7 @@ class float8(Scaled, name="float8"):
 
     def __post_init__(self) -> None:
         check_choice("format", self.format, ("e4m3", "e5m2"))
-        buckets.check_bucket(self.bucket)
+        runs.check_bucket(self.bucket)
 
     @functools.cached_property
     def _grid(self) -> Digits:

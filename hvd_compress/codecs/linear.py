@@ -8,15 +8,14 @@ import math
 
 import numpy as np
 
-from hvd_compress.codecs.columns import Columns
-from hvd_compress.codecs.scaled import Scaled
+from hvd_compress.codecs.runs import ByColumn, Scaled
 from hvd_compress.config import check_choice
 from hvd_compress.kernels.codecs import Digits
-from hvd_compress.operators.classes import Classes
+from hvd_compress.operators.base import Classes
 
 
 @dataclasses.dataclass(frozen=True)
-class linear(Columns, Scaled, name="linear"):
+class linear(ByColumn, Scaled, name="linear"):
     """The nearest multiple of a column's scale, ``scale * round(x / scale)``, halves to even.
 
     The scale is the column's largest magnitude divided by L = 2^(bits - 1) - 1, so that there are

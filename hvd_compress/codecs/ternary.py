@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.codecs.scaled import Scaled
+from hvd_compress.codecs.runs import Scaled
 from hvd_compress.config import is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.codecs import Digits, Loops, total
-from hvd_compress.operators.classes import Classes
+from hvd_compress.operators.base import Classes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.chain import Aggregated
+from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded
-from hvd_compress.codecs.plain import plain
 from hvd_compress.config import check_fraction, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.learned import numpy_network

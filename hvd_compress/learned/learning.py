@@ -16,8 +16,8 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
-from hvd_compress.codecs.plain import plain
 from hvd_compress.config import check_choice, check_fraction, converted
 from hvd_compress.errors import ConfigError, PoorFit
 from hvd_compress.learned.layout import LEAST, first_weights

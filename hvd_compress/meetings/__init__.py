@@ -10,9 +10,8 @@ from hvd_compress.meetings.allreduce import allreduce
 from hvd_compress.meetings.alltoall import alltoall
 from hvd_compress.meetings.codes import codes
 from hvd_compress.meetings.dense_until import dense_until
-from hvd_compress.meetings.drawn import drawn
+from hvd_compress.meetings.drawn import drawn, gather_drawn
 from hvd_compress.meetings.elements import elements
-from hvd_compress.meetings.gather_drawn import gather_drawn
 from hvd_compress.meetings.leader_top_k import leader_top_k
 from hvd_compress.meetings.ok_topk import ok_topk
 from hvd_compress.meetings.power_sgd import power_sgd

@@ -23,7 +23,7 @@ from hvd_compress.meetings.elements import as_values, elements
 from hvd_compress.meetings.sparse_vectors import add_up
 from hvd_compress.meetings.whole import whole
 from hvd_compress.operators import Selector, random_k, top_k
-from hvd_compress.operators.classes import Classes
+from hvd_compress.operators.base import Classes
 from hvd_compress.requests import Request, SparseSum
 from hvd_compress.requests.algorithms import SPARSE_SUMS
 from hvd_compress.transforms import error_feedback, momentum_correction

@@ -15,7 +15,7 @@ from hvd_compress.meetings.averaging import summed
 from hvd_compress.meetings.drawn import drawn
 from hvd_compress.meetings.whole import whole
 from hvd_compress.operators import random_k
-from hvd_compress.operators.classes import IDENTITY, Classes
+from hvd_compress.operators.base import IDENTITY, Classes
 from hvd_compress.requests import Request, Sum
 from hvd_compress.requests.algorithms import SUMS
 from hvd_compress.transforms import momentum_after_averaging

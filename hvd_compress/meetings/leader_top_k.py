@@ -13,8 +13,8 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.codecs.base import Codec
+from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
-from hvd_compress.codecs.plain import plain
 from hvd_compress.config import converted
 from hvd_compress.errors import PayloadError
 from hvd_compress.meetings.averaging import summed

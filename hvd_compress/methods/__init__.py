@@ -37,18 +37,18 @@ from hvd_compress.methods.composed import MomentumAfter, Partition, Switch, part
 from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.ef21 import EF21
-from hvd_compress.methods.float8 import FP8
-from hvd_compress.methods.linear import LinearQuantization
-from hvd_compress.methods.ok_topk import OkTopk
-from hvd_compress.methods.one_bit import OneBit
 from hvd_compress.methods.onebit_adam import OneBitAdamCompression
 from hvd_compress.methods.power_sgd import PowerSGD
-from hvd_compress.methods.quantised import QSGD, NaturalCompression, NaturalDithering, TernGrad
-from hvd_compress.methods.random_k import RandomK
-from hvd_compress.methods.scalecom import ScaleCom
-from hvd_compress.methods.sign import EFSignSGD, SignSGD, Signum
-from hvd_compress.methods.threshold import Threshold
-from hvd_compress.methods.top_k import TopK
+from hvd_compress.methods.quantised import (
+    FP8,
+    QSGD,
+    LinearQuantization,
+    NaturalCompression,
+    NaturalDithering,
+    TernGrad,
+)
+from hvd_compress.methods.signs import EFSignSGD, OneBit, SignSGD, Signum
+from hvd_compress.methods.sparsifiers import OkTopk, RandomK, ScaleCom, Threshold, TopK
 from hvd_compress.methods.zero_one_adam import ZeroOneAdamCompression
 
 __all__ = [

@@ -1,7 +1,4 @@
-"""Methods that round every element, without a bias and without a state.
-
-Every rank receives every other's codes: traffic grows with the number of ranks.
-"""
+"""Methods that round every element, to chance neighbours or to the nearest."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ import functools
 
 from hvd_compress import codecs
 from hvd_compress.chain import Chain, chain
-from hvd_compress.meetings import allgather
+from hvd_compress.meetings import allgather, alltoall
 from hvd_compress.methods.chained import Chained
+from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,3 +122,67 @@ class NaturalDithering(Chained, name="natural_dithering"):
     @functools.cached_property
     def blocks(self) -> Chain:
         return chain(via=allgather(codecs.natural_dithering(self.levels, self.bucket, self.norm)))
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8(Chained, name="fp8"):
+    """Eight-bit floats and a scale a bucket, which puts the largest element at their largest.
+
+    Sent: 8 bits an element, and the sums of a shard to all; received: twice 8 bits.  Each rank
+    adds up one shard in full precision, so sums are rounded once and not at every hop.
+    State: ``residual`` and ``owner_residual``, which keep what rounding leaves out.
+
+    Options:
+        format: "e4m3" has three bits of significand, "e5m2" two and a larger range.
+        bucket: elements that share a scale; ``None``: a tensor, or a rank's shard of it.
+
+    Reference: Micikevicius et al., arXiv 2209.05433.
+
+    >>> gradient = np.array([448.0, 100.0, 1.0, 0.3], np.float32)
+    >>> World(FP8(), size=1).exchange([gradient])[0].mean.tolist()
+    [448.0, 96.0, 1.0, 0.3125]
+    """
+
+    reference = "Micikevicius et al., 2022"
+
+    format: str = "e4m3"
+    bucket: int | None = 512
+
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        return chain(error_feedback(), via=alltoall(codecs.float8(self.format, self.bucket)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearQuantization(Chained, name="linear"):
+    """Round to the nearest of 2^bits - 1 even levels, between minus and plus the largest magnitude
+    of a column: int8 quantisation.
+
+    Sent: ``bits`` bits an element, and the sums of a shard to all; received: twice as much.  Each
+    rank adds up one shard in full precision, so sums are rounded once and not at every hop.
+    State: ``residual`` and ``owner_residual``, which keep what rounding leaves out.
+
+    The largest elements make up most of a gradient's norm, and there an integer of 8 bits is finer
+    than a float of 8 bits: see :class:`FP8`, which is for columns of a very wide range.
+
+    Options:
+        bits: 2 to 8.
+        column: elements that share a scale; ``None``: a tensor, or a rank's shard of it.
+
+    Reference: Dettmers, ICLR 2016.
+
+    >>> world = World(LinearQuantization(bits=4), size=1)
+    >>> world.exchange([np.array([7.0, 2.2, -0.6, 0.1])])[0].mean
+    array([ 7.,  2., -1.,  0.])
+    >>> world.states["tensor"][0]["residual"].round(1)
+    array([0. , 0.2, 0.4, 0.1])
+    """
+
+    reference = "Dettmers, ICLR 2016"
+
+    bits: int = 8
+    column: int | None = 512
+
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        return chain(error_feedback(), via=alltoall(codecs.linear(self.bits, self.column)))

@@ -15,8 +15,7 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.config import converted
-from hvd_compress.operators.base import Selector
-from hvd_compress.operators.classes import Classes
+from hvd_compress.operators.base import Classes, Selector
 from hvd_compress.operators.top_k import count
 from hvd_compress.schedules import Density, as_density, density_at
 

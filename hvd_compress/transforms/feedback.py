@@ -1,12 +1,16 @@
-"""The base of all kinds of error feedback."""
+"""Error feedback: what was not sent now is added to the next gradient."""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Transform
+from hvd_compress.config import check_choice, is_number
+from hvd_compress.errors import ConfigError
+from hvd_compress.transforms.momentum import check_momentum
 
 
 class Feedback(Transform):
@@ -40,3 +44,136 @@ def unsent(x: Array, sent: Array | Sparse, keep: float = 1) -> Array:
     if keep != 1:
         left = keep * left
     return xp.put(x, sent.indices, left) if isinstance(sent, Sparse) else left
+
+
+@dataclasses.dataclass(frozen=True)
+class error_feedback(Feedback, name="error_feedback"):
+    """``x = gradient + residual``; after the exchange ``residual = x - sent``, exactly.
+
+    State: ``residual``, as large as the gradient.  Called local gradient accumulation in DGC.
+    Reference: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.
+
+    Options:
+        units: of the residual.  "gradient": when the learning rate falls from a to b, what waits is
+            applied at b.  "step", as Karimireddy et al. and Beznosikov et al. (JMLR 2023) have it:
+            the residual is e = rate * (x - sent) and x = gradient + e / rate, so what waits is
+            applied as the step it was when it was left out, whatever the rate does meanwhile.  With
+            plain SGD, x~ = x - mean(e) then obeys x~' = x~ - rate * mean(gradient) for every
+            operator; with momentum in the optimizer, or Adam, steps are no multiples of the rate
+            and this means little.  In a step with rate 0 nothing of the residual is sent.
+
+    At a constant rate both do the same up to rounding.  "step" needs the learning rate, which
+    PyTorch's optimizers and ``Reducer.learning_rate`` tell; elsewhere it raises ``ConfigError``.
+
+    >>> world = World(chain(error_feedback(), via=allgather(top_k(0.5))), size=1)
+    >>> [world.exchange([np.array([4.0, 3.0])])[0].mean.tolist() for step in range(2)]
+    [[4.0, 0.0], [0.0, 6.0]]
+    >>> world.states["tensor"][0]["residual"]
+    array([4., 0.])
+    """
+
+    units: str = "gradient"
+
+    keys = ("residual",)
+
+    def __post_init__(self) -> None:
+        check_choice("units", self.units, ("gradient", "step"))
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        return self.units == "gradient"  # else it is a tensor's learning rate, too
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        if self.units == "gradient":
+            return super().update(x, state, context)
+        rate = _rate(context)
+        x = x + state["residual"] / rate if rate else x + 0 * state["residual"]
+        return x, {**state, "passed on": x}
+
+    def settle(self, sent: Array | Sparse, state: State, context: Context) -> State:
+        if self.units == "gradient":
+            return super().settle(sent, state, context)
+        rate = _rate(context)
+        left = rate * self.remaining(state["passed on"], sent, state["residual"])
+        return {"residual": left if rate else state["residual"]}
+
+    def remaining(self, x: Array, sent: Array | Sparse, old: Array) -> Array:
+        return unsent(x, sent)
+
+
+def _rate(context: Context) -> float:
+    if context.learning_rate is None:
+        raise ConfigError(
+            "error_feedback(units='step') needs the learning rate: it runs in PyTorch, with an "
+            "optimizer whose parameter groups have an 'lr', and in a Reducer whose learning_rate "
+            "is set; elsewhere units='gradient'"
+        )
+    return float(context.learning_rate)
+
+
+@dataclasses.dataclass(frozen=True)
+class fading_memory(Feedback, name="fading_memory"):
+    """``x = gradient + memory``; after the exchange ``memory = x - sent``, but where something was
+    sent, only the part ``keep`` of it stays.
+
+    With ``keep=1`` this is error feedback.  A smaller ``keep`` is for operators that cannot express
+    some components at all: with error feedback these would grow until the operator selects nothing
+    else.
+
+    State: ``memory``, as large as the gradient.
+
+    Options:
+        keep: in [0, 1].
+
+    Both arrive as 4, and half of the error of the second is kept:
+
+    >>> world = World(chain(fading_memory(keep=0.5), via=allgather(linear(2))), size=1)
+    >>> world.exchange([np.array([4.0, 3.0])])[0].mean, world.states["tensor"][0]["memory"]
+    (array([4., 4.]), array([ 0. , -0.5]))
+    """
+
+    keep: float = 0.0
+
+    keys = ("memory",)
+
+    def __post_init__(self) -> None:
+        keep = self.keep
+        if not is_number(keep) or not 0 <= keep <= 1:
+            raise ConfigError(f"keep must be in [0, 1]; got {keep!r}")
+
+    def remaining(self, x: Array, sent: Array | Sparse, old: Array) -> Array:
+        return unsent(x, sent, self.keep)
+
+
+@dataclasses.dataclass(frozen=True)
+class momentum_feedback(Feedback, name="momentum_feedback"):
+    """``x = decay momentum + gradient``; after the exchange ``momentum = x - sent``.
+
+    Momentum and error feedback in one array: what is not sent is the momentum of later steps.
+
+    State: ``momentum``, as large as the gradient; differs between ranks.
+
+    Options:
+        decay: what is left of momentum after a step, in [0, 1).
+
+    Reference: Peng, Quesnelle, Kingma, DeMo, arXiv 2411.19870.  Differs from it in: gradients are
+    added up, where it adds up learning rate * gradient.  At a constant rate this is the same, but
+    for the unit; see :class:`error_feedback` for why.
+
+    >>> world = World(chain(momentum_feedback(0.5), via=allgather(top_k(0.5))), size=1)
+    >>> [world.exchange([np.array([4.0, 3.0])])[0].mean.tolist() for step in range(2)]
+    [[4.0, 0.0], [0.0, 4.5]]
+    """
+
+    decay: float = 0.999
+
+    keys = ("momentum",)
+
+    def __post_init__(self) -> None:
+        check_momentum("decay", self.decay)
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        return super().update(x, {"momentum": self.decay * state["momentum"]}, context)
+
+    def remaining(self, x: Array, sent: Array | Sparse, old: Array) -> Array:
+        return unsent(x, sent)

@@ -1,13 +1,46 @@
-"""Momentum inside the exchange: before it (per rank) or after it (on the average)."""
+"""Momentum and moving averages inside the exchange, of a rank or of all."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
-from hvd_compress.config import check_choice
-from hvd_compress.transforms.taking_momentum import TakesMomentum
+from hvd_compress.chain import Transform
+from hvd_compress.config import check_choice, converted, is_number
+from hvd_compress.errors import ConfigError
+from hvd_compress.schedules import Start, as_start, started
+
+
+def check_momentum(option: str, value: Any) -> None:
+    """Raise unless ``value`` is in [0, 1)."""
+    if not is_number(value) or not 0 <= value < 1:
+        raise ConfigError(f"{option} must be a number in [0, 1); got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TakesMomentum(Transform):
+    """``momentum`` and ``nesterov``: ``None`` takes the optimizer's, from the context."""
+
+    momentum: float | None = None
+    nesterov: bool | None = None
+
+    keys = ("velocity",)
+    elementwise = True
+    takes_momentum = True
+
+    def __post_init__(self) -> None:
+        check_choice("nesterov", self.nesterov, (None, True, False))
+        if self.momentum is not None:
+            check_momentum("momentum", self.momentum)
+
+    def in_use(self, context: Context) -> tuple[float, bool]:
+        """Return momentum and Nesterov flag, of the options or else of the optimizer."""
+        return (
+            context.momentum if self.momentum is None else self.momentum,
+            context.nesterov if self.nesterov is None else self.nesterov,
+        )
 
 
 def heavy_ball(gradient: Array, velocity: Array, m: float, nesterov: bool) -> tuple[Array, Array]:
@@ -88,3 +121,115 @@ class momentum_after_averaging(TakesMomentum, name="momentum_after_averaging"):
         direction, velocity = heavy_ball(mean, state["velocity"], *self.in_use(context))
         # The direction becomes the gradient, which its owner may clip in place.
         return backend_of(direction).copy(direction), {"velocity": velocity}
+
+
+def averaged(average: Array, x: Array, weight: float) -> Array:
+    """Return the next exponential moving average, ``weight * average + (1 - weight) * x``."""
+    return weight * average + (1 - weight) * x
+
+
+@dataclasses.dataclass(frozen=True)
+class moving_average(TakesMomentum, name="moving_average"):
+    """``m = beta m + (1 - beta) g``, per rank, passes on ``m``; or, if ``nesterov``, what the next
+    ``m`` would be if the gradient came again, ``beta m + (1 - beta) g``.
+
+    It takes the place of the optimizer's momentum: see :class:`smoothing` for an average beside it.
+
+    State: ``velocity`` m, which starts from zero.
+
+    Options:
+        momentum: beta, in [0, 1); ``None`` takes the optimizer's, from the context.
+        nesterov: see above; ``None`` takes the optimizer's.
+
+    >>> state = {"velocity": np.array([1.0])}
+    >>> moving_average(0.9).update(np.array([2.0]), state, Context())[0]
+    array([1.1])
+    """
+
+    of_gradients = True
+    averages_momentum = True
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        beta, nesterov = self.in_use(context)
+        average = averaged(state["velocity"], x, beta)
+        return averaged(average, x, beta) if nesterov else average, {"velocity": average}
+
+
+@dataclasses.dataclass(frozen=True)
+class smoothing(Transform, name="smoothing"):
+    """``a = weight a + (1 - weight) g``, per rank, passes on ``a``: against noise.
+
+    The optimizer's momentum stays where it is: see :class:`moving_average` for an average in its
+    place.
+
+    State: ``average`` a, which starts from zero.
+
+    Options:
+        weight: of the past, in [0, 1).
+
+    >>> smoothing(0.9).update(np.array([2.0]), {"average": np.array([1.0])}, Context())[0]
+    array([1.1])
+    """
+
+    weight: float
+
+    keys = ("average",)
+    of_gradients = True
+    elementwise = True
+
+    def __post_init__(self) -> None:
+        check_momentum("weight", self.weight)
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        average = averaged(state["average"], x, self.weight)
+        return average, {"average": average}
+
+
+@dataclasses.dataclass(frozen=True)
+class averaged_momentum(Transform, name="averaged_momentum"):
+    """Average gradients until ``start``, and momenta from then on.
+
+    ::
+
+        before   passes on  g                      u = beta u + (1 - beta) mean(g)
+        after    passes on  beta u + (1 - beta) g  u = mean of what was sent
+
+    The optimizer steps along ``mean(g)`` before, and along ``u`` after.  While nothing is lost on
+    the way, both give the same ``u``.
+
+    State: ``average`` u, equal on all ranks.
+
+    Options:
+        beta: of the moving average, in [0, 1).
+        start: a number of exchanges, or ``After("epoch", ...)``.
+
+    Reference: Tang et al., 1-bit Adam, ICML 2021.  Must stand before error feedback: behind it, the
+    residual would be averaged away instead of sent.
+
+    >>> world = World(chain(averaged_momentum(beta=0.5, start=1), via=allreduce()), size=1)
+    >>> [world.exchange([np.array([4.0])])[0].direction.item() for step in range(3)]
+    [4.0, 3.0, 3.5]
+    """
+
+    beta: float = 0.9
+    start: Start = dataclasses.field(default=True, metadata=converted(as_start))
+
+    keys = ("average",)
+    per_rank = False
+    of_gradients = True
+    elementwise = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_momentum("beta", self.beta)
+
+    def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
+        if not started(self.start, context.step, context.epoch):
+            return x, state
+        return averaged(state["average"], x, self.beta), state
+
+    def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
+        if not started(self.start, context.step, context.epoch):
+            return mean, {"average": averaged(state["average"], mean, self.beta)}
+        # The mean becomes the gradient, which its owner may clip in place.
+        return mean, {"average": backend_of(mean).copy(mean)}

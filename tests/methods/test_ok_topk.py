@@ -14,7 +14,7 @@ from hvd_compress.blocks import chain, ok_topk
 from hvd_compress.engines.base import watched
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
-from hvd_compress.meetings.regions import Regions
+from hvd_compress.meetings.ok_topk import Regions
 from hvd_compress.requests import Alltoall, Gather
 
 

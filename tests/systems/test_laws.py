@@ -9,7 +9,7 @@ import pytest
 
 from hvd_compress import codecs
 from hvd_compress.codecs.base import Codec
-from hvd_compress.codecs.plain import plain
+from hvd_compress.codecs.floats import plain
 from hvd_compress.config import from_config
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError, MismatchError

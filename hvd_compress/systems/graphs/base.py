@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context
 from hvd_compress.codecs.base import Codec
-from hvd_compress.codecs.plain import plain
+from hvd_compress.codecs.floats import plain
 from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.meetings.whole import whole

@@ -1,0 +1,232 @@
+"""Methods that send some elements as they are, and keep the others for later."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from hvd_compress import codecs, meetings, operators
+from hvd_compress.chain import Chain, chain
+from hvd_compress.config import check_choice, converted
+from hvd_compress.meetings import allgather, allreduce, gather_drawn, leader_top_k
+from hvd_compress.methods.chained import Chained
+from hvd_compress.methods.rows import SendsRows, checked_rows
+from hvd_compress.schedules import Density
+from hvd_compress.transforms import error_feedback
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(SendsRows, Chained, name="topk"):
+    """Send the k = ceil(density * n) elements of largest magnitude, keep the rest for later.
+
+    State: ``residual``.  Sent: k values and k packed indices a tensor.  The optimizer's momentum
+    is applied to the average, so it comes late for elements in the residual; :class:`DGC` corrects
+    that.
+
+    Options:
+        density: fraction of elements to send, or a schedule.
+        values: "float32" or "float16" on the wire.
+        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
+        algorithm: how entries are added up: "allgather", or over MPI one of those of
+            :class:`hvd_compress.blocks.allgather`.
+        error_feedback: without it, what is not sent is lost; for studies only.
+        rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
+            :mod:`hvd_compress.methods.rows`.
+
+    Reference: Aji and Heafield, EMNLP 2017; Stich et al., NeurIPS 2018.
+
+    Each rank keeps what it has not sent:
+
+    >>> world = World(TopK(density=0.25), size=2)
+    >>> rank_0, rank_1 = np.array([4.0, 1.0, 0.0, 2.0]), np.array([1.0, 0.0, 6.0, 3.0])
+    >>> world.exchange([rank_0, rank_1])[0].mean
+    array([2., 0., 3., 0.])
+    >>> [state["residual"] for state in world.states["tensor"]]
+    [array([0., 1., 0., 2.]), array([1., 0., 0., 3.])]
+    """
+
+    reference = "Aji and Heafield, EMNLP 2017"
+
+    density: Density = 0.01
+    values: str = "float32"
+    error_feedback: bool = True
+    algorithm: str = "allgather"
+    indices: str = "packed"
+    rows: str = dataclasses.field(default="whole", metadata=converted(checked_rows))
+
+    def __post_init__(self) -> None:
+        check_choice("error_feedback", self.error_feedback, (True, False))
+        super().__post_init__()
+
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        via = allgather(operators.top_k(self.density), self.values, self.algorithm, self.indices)
+        return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold(Chained, name="threshold"):
+    """Send what has grown beyond ``tau``, keep the rest for later::
+
+        x = gradient + residual;  where |x| > tau send x;  residual = x - sent
+
+    The number of elements differs between steps, tensors and ranks; a tensor whose gradients are
+    small sends nothing for long.
+
+    State: ``residual``.  Sent: an index and the value, or, with ``send="sign"``, a packed index and
+    one bit an element.
+
+    Options:
+        tau: in units of the gradient; what suits differs from model to model.
+        send: "value", what was picked as it is, or "sign", the paper's: ``tau sign(x)``.  Then an
+            element of many times ``tau`` is sent at as many steps, and where gradients stay larger
+            than ``tau`` residuals grow without end: it must be above nearly all gradients.
+        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
+
+    Reference: Strom, Interspeech 2015.  Differs from it in: values by default; sign and index are
+    not put into one word.
+
+    What is below ``tau`` adds up until it is above:
+
+    >>> world, gradient = World(Threshold(tau=1.0), size=1), np.array([4.0, 0.75, 0.125])
+    >>> [world.exchange([gradient])[0].mean.tolist() for step in range(2)]
+    [[4.0, 0.0, 0.0], [4.0, 1.5, 0.0]]
+    """
+
+    reference = "Strom, Interspeech 2015"
+
+    tau: float = 0.01
+    send: str = "value"
+    indices: str = "packed"
+
+    def __post_init__(self) -> None:
+        check_choice("send", self.send, ("sign", "value"))
+        super().__post_init__()
+
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        values = codecs.plus_minus(self.tau) if self.send == "sign" else "float32"
+        select = operators.threshold(self.tau)
+        return chain(error_feedback(), via=allgather(select, values, indices=self.indices))
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomK(Chained, name="randomk"):
+    """Send k = ceil(density * n) elements that are drawn at random, and no indices.
+
+    With ``shared`` all ranks draw alike, and the values are summed by an ordinary allreduce, so
+    traffic does not grow with the number of ranks.  Otherwise each rank draws for itself, from a
+    seed that the others know: values are gathered, N - 1 times k to a rank, and the errors of
+    ranks are independent, so that the variance of their average is an N-th.
+
+    State: ``residual`` with error feedback, which sends the elements unscaled.  Without it they
+    are scaled by n/k, so that the average is unbiased, with (n/k - 1) times the squared norm of
+    the gradient as its variance, and there is no state.
+
+    Options:
+        density: fraction of elements to send, or a schedule.  An element is sent about
+            every 1 / density steps, with all that its residual holds: at 0.01, a learning rate must
+            be some hundred times smaller than without compression.
+        error_feedback: see above.
+        wire: ``None``, "float16", or "bfloat16" if ``shared``.
+        shared: see above.
+
+    Reference: Wangni et al.; Stich et al., both NeurIPS 2018.
+
+    Half of the elements, twice as large, which are others in each step:
+
+    >>> world = World(RandomK(density=0.5, error_feedback=False), size=2)
+    >>> gradients = [np.ones(4), 3 * np.ones(4)]
+    >>> [world.exchange(gradients)[0].mean.tolist() for step in range(2)]
+    [[0.0, 0.0, 4.0, 4.0], [0.0, 4.0, 4.0, 0.0]]
+    """
+
+    reference = "Stich et al., NeurIPS 2018"
+
+    density: Density = 0.25
+    error_feedback: bool = True
+    wire: str | None = None
+    shared: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice("shared", self.shared, (True, False))
+        check_choice("error_feedback", self.error_feedback, (True, False))
+        super().__post_init__()
+
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        aggregate = allreduce if self.shared else gather_drawn
+        select = operators.random_k(self.density)
+        via = aggregate(wire=self.wire, select=select, unbiased=not self.error_feedback)
+        return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleCom(Chained, name="scalecom"):
+    """Send the elements that are largest on one rank, from all ranks; ranks take turns.
+
+    Ranks whose accumulated gradients are alike would choose much the same elements; so one rank
+    chooses for all, the values are summed, and traffic does not grow with the number of ranks.
+
+    State: ``residual``.  Sent: k values a tensor, and k packed indices at every N-th step.
+
+    Options:
+        density: fraction of elements to send, or a schedule.
+
+    Reference: Chen et al., NeurIPS 2020.  Differs from it in: the largest elements are those of the
+    whole tensor, where the paper takes one of each short run of elements; and all of what is left
+    out is kept, where the paper's filter keeps a part.
+
+    Rank 0 chooses, then rank 1:
+
+    >>> world = World(ScaleCom(density=0.25), size=2)
+    >>> gradients = [np.array([4.0, 3.0, 0.0, 0.0]), np.array([1.0, 0.0, 6.0, 3.0])]
+    >>> [world.exchange(gradients)[0].mean.tolist() for step in range(2)]
+    [[2.5, 0.0, 0.0, 0.0], [0.0, 0.0, 6.0, 0.0]]
+    """
+
+    reference = "Chen et al., NeurIPS 2020"
+
+    density: Density = 0.01
+
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        return chain(error_feedback(), via=leader_top_k(self.density))
+
+
+@dataclasses.dataclass(frozen=True)
+class OkTopk(Chained, name="oktopk"):
+    """Send the k = ceil(density * n) largest elements to the owners of their regions, and step
+    along about k of the largest sums; whatever is not among these stays in the residual of the rank
+    whose it is.
+
+    State: ``residual``; ``global_threshold``, one number.  Sent: k values and k indices to the
+    owners, and about k / N of each to all, where :class:`TopK` receives those of N ranks.
+
+    Options:
+        density: fraction of elements to send, or a schedule.
+        threshold_every: steps from one exact threshold of the sums to the next.
+        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
+        values: on the wire, "float32" or "float16"; what rounding takes off stays in residuals.
+
+    Reference: Li, Hoefler, PPoPP 2022.  Differs from it in: ranks choose exactly k elements;
+    regions are balanced at every step.
+
+    One of the sums of four elements:
+
+    >>> world = World(OkTopk(density=0.25), size=2)
+    >>> world.exchange([np.array([4.0, 3.0, 0.0, 0.0]), np.array([1.0, 0.0, 6.0, 3.0])])[0].mean
+    array([0., 0., 3., 0.])
+    """
+
+    reference = "Li, Hoefler, PPoPP 2022"
+
+    density: Density = 0.01
+    threshold_every: int = 32
+    indices: str = "packed"
+    values: str = "float32"
+
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        via = meetings.ok_topk(self.density, self.threshold_every, self.indices, self.values)
+        return chain(error_feedback(), via=via)
