@@ -164,28 +164,19 @@ class Context(NamedTuple):
     """The circumstances of an exchange, in addition to the gradient.  All fields but ``rank`` and
     ``gradient_norm`` are equal on all ranks.
 
-    Of the tensor are ``name``, ``momentum``, ``nesterov``, ``learning_rate``, ``dtype`` and
-    ``shape``; all else is of the step and the rank, and set once per step.
-
     Attributes:
-        name: the name of the tensor, unique within the model.
+        name, momentum, nesterov: of the tensor, and of its optimizer.
         rank, size: this rank and the number of ranks that take part.
         step: the number of exchanges of this tensor so far, counted from 0.
-        epoch: the epoch that the user announced, fractional within an epoch; ``None`` if none was
-            announced.
+        epoch: as the user announced it, fractional within an epoch; ``None`` if none was announced.
         seed: the seed of random numbers that ranks share.
-        momentum, nesterov: the optimizer's, for methods that take momentum over.
-        gradient_norm: the L2 norm of the rank's whole gradient, over all tensors; ``None`` if
-            unknown.
-        sums: gradients are added instead of averaged; the caller multiplies the direction of an
-            ``additive`` outcome by ``size``.
-        dtype, shape: the gradient's dtype ("float16") and shape before conversion; set by
-            ``Chain``.
+        gradient_norm: the L2 norm of the rank's whole gradient; ``None`` if unknown.
+        sums: gradients are added instead of averaged: see :class:`Outcome`.
+        dtype, shape: the gradient's before conversion, set by ``Chain``.
         phase: the phase of the method, where ``step`` is a symbol.
         scratch: memory for the loops of graphs, which outlives the step; ``None`` elsewhere.
         in_place: the result may be written into the memory of the gradient.
-        sparse: the ``mean`` of an outcome may be a :class:`Sparse`, of a flat array, without twice
-            the same index.
+        sparse: the ``mean`` of an outcome may be a flat :class:`Sparse`.
         learning_rate: that of the optimizer's next step of this tensor; ``None`` if unknown.
 
     >>> context = Context(name="fc.weight", rank=1, size=4, step=7)

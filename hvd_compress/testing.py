@@ -263,7 +263,6 @@ def _check_looks_like(case: _Case, result: Array, gradient: Array) -> None:
 
 
 def _owned(state: State) -> np.ndarray:
-    """Return the residual of the owner of a shard, or a zero if the method has none."""
     return _numbers(state["owner_residual"]) if "owner_residual" in state else np.zeros(1)
 
 
@@ -503,10 +502,8 @@ def _dense(sent: Array | Sparse, gradient: Array) -> np.ndarray:
 
 
 def _rounding(dtype: str) -> float:
-    """Return the largest relative error of rounding to nearest."""
     return 2.0**-8 if dtype == "bfloat16" else float(np.finfo(dtype).eps) / 2
 
 
 def _smallest(dtype: str) -> float:
-    """Return the spacing of the smallest numbers, where errors are no longer relative."""
     return 2.0**-133 if dtype == "bfloat16" else float(np.finfo(dtype).smallest_subnormal)

@@ -79,7 +79,6 @@ class Codec(Configurable, abc.ABC, kind="block"):
 
     @property
     def _loops(self) -> Loops | None:
-        """``None`` where NumPy has to serve."""
         return None
 
     def for_shape(self, shape: tuple[int, ...]) -> Codec:
@@ -195,7 +194,6 @@ class Codec(Configurable, abc.ABC, kind="block"):
         return self._loops
 
     def zeros(self, n: int, dtype: np.dtype) -> np.ndarray:
-        """See :class:`Coder`."""
         return np.zeros(n, dtype)
 
     def put(
@@ -205,7 +203,6 @@ class Codec(Configurable, abc.ABC, kind="block"):
         out: np.ndarray,
         sent: np.ndarray | None = None,
     ) -> bool:
-        """See :class:`Coder`."""
         if not self.takes_non_finite and not all_finite(x):
             return False
         self.encode_to(x, random, out)

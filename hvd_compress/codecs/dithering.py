@@ -34,7 +34,6 @@ class Dithering(Scaled):
         runs.check_norm(self.norm)
 
     def _quotients(self, x: np.ndarray, norms: np.ndarray) -> np.ndarray:
-        """``x / norm``, from -1 to 1, or a little beyond by rounding."""
         return x / np.where((norms > 0) & np.isfinite(norms), norms, 1)
 
 

@@ -107,11 +107,9 @@ class Scaled(Codec):
         """The digits (unsigned) of elements, given the scale of each, or of all of them."""
 
     def _scales(self, x: np.ndarray) -> np.ndarray:
-        """A number a run, in the dtype of ``x``."""
         return norms(x, self._grid.length, "l2" if self._grid.l2 else "max")
 
     def _heads(self, n: int) -> int:
-        """The number of scales that are sent."""
         return count(n, self._grid.length)
 
     @property

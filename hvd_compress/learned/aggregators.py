@@ -41,19 +41,13 @@ class learned_allreduce(Learned, name="learned_allreduce"):
 
         z = sum over the ranks of encode(values / s) / N;   mean = a decode(z)
 
-    where s is the largest magnitude among the leader's values, which is sent with the indices, and
-    a takes the result as near to the mean of the values as it gets, which takes a sum of one number
-    from each rank; both are numbers of each tensor.  Every rank counts as having sent the common
-    result.
+    where s is the largest magnitude among the leader's values, sent with the indices.  The factor a
+    takes the result as near to the mean of the values as it gets, by a sum of one number.
 
     Options: ``density``, ``start``, ``rate``, ``settled`` and ``autoencoder``, as for
     :class:`learned_server`.
 
-    Reference: the ring-allreduce instance of Abrahamyan, Chen, Bekoulis and Deligiannis, IEEE
-    TNNLS 2021.  Differs from it in: the leader's scale, and a, without which an error could be
-    larger than what went in and training diverge.
-
-    What rank 0 sends in a step of training, and in one after it, in bytes; k = 100 float64:
+    Reference: the ring-allreduce instance of Abrahamyan et al., TNNLS 2021.
 
     >>> from hvd_compress.blocks import chain
     >>> via = learned_allreduce(density=0.1, start=5, settled=6)
@@ -108,23 +102,16 @@ class learned_server(Learned, name="learned_server"):
 
         z = encode(values / s) on the leader;   mean = sum of a_i decode_i(z, innovation_i) / N
 
-    where the values and innovations of each rank are divided by the largest magnitude among them,
-    and a_i, which is sent with the innovation, takes the result as near to the values of rank i as
-    it gets; s and a_i are numbers of each tensor.
+    where a_i takes the result as near to the values of rank i as it gets.  It is sent with the
+    innovation; s and a_i are numbers of each tensor.
 
     Options:
-        density: fraction of elements to select.
-        start: the length of training, a number of steps or ``After("epoch", ...)``.
-        rate: Adam's learning rate.
-        settled: when all ranks have the weights of rank 0; ``None``: three steps, or an epoch,
-            after ``start``.
-        autoencoder: "shared", one for all tensors, or "per_tensor".
+        density, start, rate, settled, autoencoder: of training, see :class:`~hvd_compress.LGC`;
+            training ends at ``start``, its ``code``.
         innovation: fraction of the selected values that every rank sends beside the latent.
-        decoders: rank i decodes by decoder i modulo their number; with as many as there are ranks
-            each has its own, as in the paper.
+        decoders: rank i decodes by decoder i modulo their number.
 
-    Reference: the parameter-server instance of Abrahamyan et al., TNNLS 2021.  Differs from it in:
-    there is no server, everybody gets what it would get, and decodes; the leader changes; a_i.
+    Reference: the parameter-server instance of Abrahamyan et al., TNNLS 2021.
 
     What rank 0 sends in a step of training, and in one after it, in bytes; k = 100 float64:
 

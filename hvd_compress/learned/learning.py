@@ -112,30 +112,20 @@ def selected(
 
 @dataclasses.dataclass(frozen=True)
 class Learned(Aggregator):
-    """A leader, who changes with every step, chooses the k = ceil(density * n) elements that are
-    largest on it, and all ranks take theirs at the same places.  Until ``start``, a number of steps
-    or ``After("epoch", ...)``, every rank sends its values to all, and all ranks make the same
-    step of Adam on them; from then on, only latents are sent.
+    """The base: a leader chooses the k = ceil(density * n) elements that are largest on it, and all
+    ranks take theirs at the same places.  Until ``start`` every rank sends its values to all, which
+    make the same step of Adam; from then on, only latents are sent.
 
-    With ``autoencoder="shared"`` the selected elements of all tensors of a dtype and device stand
-    end to end, in the order of the tensors' names (numbers in them by value), and one autoencoder
-    codes them all; with "per_tensor" each tensor has its own.  An autoencoder needs 31 elements at
-    least.  In a step in which a shared one has fewer, their values are summed as they are, and it
-    does not change.
+    A shared autoencoder codes the elements of all tensors of a dtype and device, end to end in the
+    order of the tensors' names.  Fewer than 31 elements are summed as they are.
 
-    State, equal on all ranks: ``autoencoder``, the weights; ``first_moment`` and ``second_moment``,
-    Adam's; ``quality``: averages of the mean cosine between the values of two ranks and of the
-    share of the energy that decoding loses, and the number of training steps so far.  Those of a
-    shared autoencoder are in the state of one tensor, which keeps them for all whether it has a
-    gradient or not.  A step of training in which one of the tensors is not finite is not finite for
-    all, and changes nothing.  A tensor in its first step, for which there is no bucket yet, is
-    coded alone.
+    State, equal on all ranks: ``autoencoder``, ``first_moment``, ``second_moment``; ``quality``:
+    averages of the mean cosine between the values of two ranks and of the share of the energy that
+    decoding loses, and the number of training steps so far.  A tensor in its first step, for which
+    there is no bucket yet, is coded alone.
 
-    What frameworks compute may differ between ranks in its last bits, and so may the weights after
-    training.  So all ranks take over those of rank 0 when it ends, in the first steps that code, or
-    epochs, until ``settled``; and they decode in NumPy, on the host.
-
-    Warns with :class:`~hvd_compress.PoorFit`, on rank 0, when training is over and has not helped.
+    What frameworks compute may differ between ranks in its last bits, and so may weights.  So all
+    ranks take over those of rank 0 until ``settled``, and decode in NumPy, on the host.
     """
 
     density: float = 0.001

@@ -22,70 +22,30 @@ from hvd_compress.transforms import fading_memory
 
 @dataclasses.dataclass(frozen=True)
 class LGC(OfVelocities, name="lgc"):
-    """Send the largest 0.1 %, encoded by an autoencoder that is trained during the first steps.
-
-    For every matrix and larger tensor, on each rank::
+    """Send the largest 0.1 %, encoded by an autoencoder that is trained in the first steps::
 
         u = m u + g;  v = v + u                            as DGC
         until ``learn``      everything is summed
-        from ``learn`` on    a leader chooses where, every rank sends its v there to all, and all
-                             ranks make the same step of training
-        from ``code`` on     a leader chooses where, the values there are sent as a latent
-        v = keep (v - what was decoded) and u = 0 there;  w = w - lr (mean of what was decoded)
+        from ``learn`` on    all ranks train on the values that a leader chooses
+        from ``code`` on     these values are sent as a latent of a quarter as many numbers
+        v = keep (v - what was decoded) and u = 0 there
 
-    Momentum lives in ``u``, in the place of the optimizer's.  One-dimensional and tiny tensors are
-    averaged whole, with momentum afterwards.
-
-    One autoencoder codes the selected values of all tensors, end to end; see ``autoencoder`` below.
-    They are one message, so it is sent when the last of these gradients is ready.
-
-    State: ``velocity`` u and ``memory`` v; tensors sent whole have ``velocity`` only.  One tensor
-    also has ``autoencoder``, ``first_moment``, ``second_moment`` and ``quality``, equal on all
-    ranks.  For ResNet-50 these are 216,677 weights with Adam's moments; with an autoencoder for
-    each of its 46 tensors in which enough elements are selected, they are 29.9 million numbers,
-    more than the model's 25.6 million parameters:
-
-    >>> from hvd_compress.advisor.shapes import resnet50
-    >>> gradients = [np.zeros(shape, np.float32) for shape in resnet50().values()]
-    >>> common = LGC().common(gradients[0])
-    >>> common["autoencoder"].size, sum(x.size for x in common.values())
-    (216677, 650034)
-    >>> states = [LGC(autoencoder="per_tensor").init(gradient) for gradient in gradients]
-    >>> coded = [state for state in states if "autoencoder" in state]
-    >>> len(coded), sum(state[key].size for state in coded for key in common)
-    (46, 29901564)
-
-    Sent, in the end: a leader's k packed indices (k = ceil(density * n)) and one number for each
-    tensor; k / 4 numbers; and one more for each tensor.
+    State: ``velocity``, ``memory``; one tensor has the autoencoder and Adam's moments.
 
     Options:
-        density: fraction of elements to select.
-        learn, code: numbers of steps, or ``After("epoch", ...)``; see above.
-        settled: when all ranks have the weights of rank 0, like ``code``; ``None``: three steps, or
-            an epoch, after that.
-        via: "allreduce": latents are averaged.  "server": the leader's latent stands for all, and
-            every rank adds its largest values; see ``learned_server``.
-        innovation: with "server", the fraction of the selected values that every rank sends beside
-            the latent.
-        decoders: with "server", their number; ``None`` is one.
-        autoencoder: "shared": one for all tensors of a dtype and device.  If fewer than 31 elements
-            are selected of all, these are sent as they are.  "per_tensor": one for each tensor, so
-            that exchanges overlap with backward; tensors of which fewer than 31 elements are
-            selected send these as they are.
-        rate: of the autoencoder's training by Adam.
-        keep: how much of what decoding gets wrong is tried again, in [0, 1]; see below.
-        momentum, nesterov: ``None`` takes the optimizer's.
-        masking: u = 0 where elements were sent.
-        min_size: tensors with fewer elements are sent whole.
+        density, momentum, nesterov, masking, min_size: as in :class:`~hvd_compress.DGC`.
+        learn, code: numbers of steps, or ``After("epoch", ...)``; ``learn`` comes first.
+        settled: when all have rank 0's weights; ``None``: three steps or an epoch later.
+        via: "allreduce", which averages latents, or "server": the leader's stands for all.
+        innovation, decoders: with "server", the part of values sent too, and their number.
+        autoencoder: "shared", one for all tensors, or "per_tensor".
+        rate: of the training by Adam, in (0, 1].
+        keep: how much of what decoding gets wrong is tried again, in [0, 1].
 
-    Warns with ``PoorFit`` if ranks' gradients are not alike, or the autoencoder has not learnt.
+    Reference: Abrahamyan, Chen, Bekoulis, Deligiannis, TNNLS 2021.
 
-    Reference: Abrahamyan, Chen, Bekoulis, Deligiannis, TNNLS 2021.  Differs from it in: Adam
-    instead of plain gradient descent, which at a rate of 0.001 does not leave its start within 300
-    steps; the values of each tensor are normalised, and what was decoded is scaled to fit.  For the
-    first and the last layer in full, as there, use ``partition``.  ``keep=0`` forgets what decoding
-    gets wrong, as there: it is lost.  With ``keep=1`` nothing is lost, but what the autoencoder
-    cannot express fills the memory until next to nothing else is chosen.
+    >>> LGC(learn=20, code=100).common(np.zeros((200, 200), np.float32))["autoencoder"].size
+    216677
     """
 
     reference = "Abrahamyan et al., TNNLS 2021"

@@ -163,10 +163,8 @@ def _transposed(x: Array, weight: Array, stride: int) -> Array:
 
 
 def _outer(x: Array, y: Array) -> Array:
-    """The products of all channels with all others, summed over batch and places."""
     return np.tensordot(x, y, ((0, 1), (0, 1)))
 
 
 def _taps(x: Array, width: int, stride: int, length: int) -> list[Array]:
-    """Return views of the numbers that each of the ``width`` weights is multiplied with."""
     return [x[:, j : j + stride * (length - 1) + 1 : stride] for j in range(width)]

@@ -119,11 +119,9 @@ class _Shards:
 
     @classmethod
     def of(cls, codec: Codec, n: int, dtype: np.dtype, context: Context) -> _Shards:
-        """Return the shards of an array of ``n`` elements."""
         return cls(shards_of(n, context.size, codec.unit(n)), context, n, dtype)
 
     def sizes(self, codec: Codec) -> list[int]:
-        """Return the bytes of the message for each rank."""
         return [coded_size(codec, s.stop - s.start, self.dtype) for s in self.shards]
 
     def _random(self, step: int, turn: int) -> np.random.Generator:

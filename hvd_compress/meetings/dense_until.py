@@ -85,11 +85,9 @@ class _Beginning(NamedTuple):
     start: Start
 
     def place(self, gradient: Array, context: Context) -> Place | None:
-        """See :class:`hvd_compress.base.Form`."""
         if not started(self.start, context.step, context.epoch):
             return None
         return self.form.place(gradient, context)
 
     def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> Plan:
-        """See :class:`hvd_compress.base.Form`."""
         return self.form.plan(specs, key, step)

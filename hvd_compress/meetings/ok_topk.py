@@ -27,36 +27,25 @@ from hvd_compress.wire.frame import CODECS, index_dtype
 
 @dataclasses.dataclass(frozen=True)
 class ok_topk(Aggregator, name="ok_topk"):
-    """Each rank chooses its k = ceil(density * n) largest elements, and sends each region of the
-    tensor to the region's owner.  Owners add up, and send the sums that reach a threshold to all:
-    about k of them.  So a rank receives fewer than 6 k (N - 1) / N numbers, however many ranks
-    there are, where :class:`allgather` delivers 2 k (N - 1).
+    """Each rank sends its k = ceil(density * n) largest elements to the owners of their regions,
+    who add up, and send the sums that reach a threshold to all.
 
-    Regions are such that each has as many entries, on average over the ranks.  An element counts as
-    sent if its place is in the result, so error feedback keeps all others.
+    A rank receives fewer than 6 k numbers, however many ranks there are.  An element counts as sent
+    if its place is in the result.
 
-    State, equal on all ranks: ``global_threshold``, one number, 0 before the first step.  Every
-    ``threshold_every`` steps owners send all their sums, everyone takes the k largest, and the
-    threshold becomes the smallest of these; in between it follows the number of sums that reach it,
-    by 0.8 % a step, and is exact again where these are more than 2 k.
+    State, equal on all ranks: ``global_threshold``, one number, 0 before the first step.
 
     Options:
         density: a fraction or a schedule.
-        threshold_every: steps from one exact threshold to the next.
+        threshold_every: steps from one exact threshold to the next; it follows the sums meanwhile.
         indices: on the wire, "packed" or "int32".
-        values: on the wire, "float32", which is as they are, or "float16".  What rounding takes off
-            an element stays with its rank, and what it takes off a sum with the sum's owner; values
-            beyond the range of float16 are sent as its largest.
+        values: on the wire, "float32", or "float16", beyond whose range they become its largest.
 
-    Reference: Li and Hoefler, PPoPP 2022.  Differs from it in: regions are balanced at every step,
-    by N - 1 numbers from each rank, where the paper does so at every 64th; ranks choose exactly k
-    elements, not those above a threshold of the past; all messages of a phase are sent at once.
+    Reference: Li and Hoefler, PPoPP 2022.
 
     >>> world = World(chain(via=ok_topk(0.25)), size=2)
     >>> world.exchange([np.array([4.0, 3.0, 0.0, 0.0]), np.array([1.0, 0.0, 6.0, 3.0])])[0].mean
     array([0., 0., 3., 0.])
-    >>> world.states["tensor"][0]["global_threshold"]
-    array([6.])
     """
 
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))

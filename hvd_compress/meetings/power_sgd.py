@@ -41,32 +41,23 @@ class power_sgd(Aggregator, Coding, name="power_sgd"):
         Q = M^T P         summed over the ranks
         average of the M  ~  P Q^T / N
 
-    With ``alternate`` there is one sum a step: at even steps Q = M^T P for the orthonormalised P of
-    the step before, at odd ones P = M Q for the orthonormalised Q.
-
-    A message that stands alone is P and M^T P, of which receivers read P P^T M.
+    A message that stands alone is P and M^T P, of which receivers read P P^T M.  Columns that come
+    out as zero keep their old direction, or they would stay zero for ever.
 
     Options:
-        rank: columns of P and Q; at most min(n, m).
-        warm_start: the next step begins with this step's Q instead of a random one, so that steps
-            together are a power iteration.  Random ones come from (seed, step, tensor).
-        alternate: see above; half as much is sent, in half as many rounds.
-        orthogonalise: "gram_schmidt", a row after the other and each twice, or "qr".
+        rank, warm_start, alternate, orthogonalise: as of :class:`~hvd_compress.PowerSGD`.  Without
+            a warm start Q is drawn from (seed, step, tensor).
 
     State: with ``warm_start`` ``factor`` Q^T, and ``other_factor`` P^T with ``alternate``; equal on
     all ranks.
-    Reference: Vogels, Karimireddy and Jaggi, NeurIPS 2019; the alternation is that of their later
-    package and of Vogels et al., arXiv 2008.01425.  Differs from these in: no epsilon that would
-    matter to small gradients; columns that come out as zero (a gradient that is zero, or of lower
-    rank) keep their old direction, or they would stay zero for ever.
+
+    Reference: Vogels, Karimireddy, Jaggi, NeurIPS 2019; for the alternation arXiv 2008.01425.
 
     >>> matrix = np.outer([1.0, 2.0], [3.0, 4.0, 5.0])
     >>> world = World(chain(via=power_sgd(rank=1)), size=2)
     >>> world.exchange([matrix, 3 * matrix])[0].mean.round(6)
     array([[ 6.,  8., 10.],
            [12., 16., 20.]])
-    >>> world.states["tensor"][0]["factor"].shape
-    (3,)
     """
 
     rank: int = 1

@@ -111,7 +111,6 @@ class OfVelocities(Chained):
 
     @property
     def _before(self) -> tuple[Transform, ...]:
-        """Comes first in every chain."""
         return ()
 
     @property
@@ -126,7 +125,6 @@ class OfVelocities(Chained):
 
     @functools.cached_property
     def _everything(self) -> Chain:
-        """Flushes the residual, keeps the velocity."""
         return chain(*self.accumulated(masking=False), via=allreduce())
 
     @functools.cached_property

@@ -17,10 +17,7 @@ class NoCompression(SendsRows, Chained, name="none"):
     """The average as it is: 32 bits an element, 16 of half-precision gradients.  No state.
 
     Options:
-        algorithm: over MPI "ring", "halving_doubling", "recursive_doubling", "direct",
-            "hierarchical" or "auto"; ``None`` leaves it to the engine.
-        rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
-            :mod:`hvd_compress.methods.rows`.
+        algorithm, rows: as in all methods.
 
     >>> world = World(NoCompression(), size=2)
     >>> world.exchange([np.array([4.0, 1.0]), np.array([1.0, 2.0])])[0].mean
@@ -42,10 +39,7 @@ class FP16(SendsRows, Chained, name="fp16"):
     Values beyond 65504 become Inf on every rank, below 6e-8 zero: use loss scaling.
 
     Options:
-        algorithm: over MPI "ring", "halving_doubling", "recursive_doubling", "direct",
-            "hierarchical" or "auto"; ``None`` leaves it to the engine.
-        rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
-            :mod:`hvd_compress.methods.rows`.
+        algorithm, rows: as in all methods.
 
     Reference: IEEE 754.
 
@@ -72,10 +66,7 @@ class BF16(SendsRows, Chained, name="bf16"):
     significand.  No state.
 
     Options:
-        algorithm: over MPI "ring", "halving_doubling", "recursive_doubling", "direct",
-            "hierarchical" or "auto"; ``None`` leaves it to the engine.
-        rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
-            :mod:`hvd_compress.methods.rows`.
+        algorithm, rows: as in all methods.
 
     Reference: Kalamkar et al., arXiv 1905.12322.
 

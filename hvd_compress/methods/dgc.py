@@ -22,58 +22,30 @@ from hvd_compress.transforms import clip_by_local_norm, error_feedback, momentum
 
 @dataclasses.dataclass(frozen=True)
 class DGC(SendsRows, OfVelocities, name="dgc"):
-    """Send the largest 0.1 % of the accumulated velocity, keep the rest for later.
-
-    For every matrix and larger tensor, on each rank::
+    """Send the largest 0.1 % of the accumulated velocity, keep the rest for later::
 
         u = m u + g                    momentum correction     (Nesterov: u = m (u + g))
         v = v + u                      accumulation            (Nesterov: v = v + u + g)
         send the top k of |v|;  v = 0 and u = 0 where sent     (momentum factor masking)
-        G = sum of what all ranks sent / N;  w = w - lr G
 
-    Momentum lives in ``u``, so the optimizer must not apply its own again; the framework bindings
-    see to that.  One-dimensional and tiny tensors are averaged whole, with momentum afterwards.
+    One-dimensional and tiny tensors are averaged whole, with momentum afterwards.
 
     State: ``velocity`` u and ``residual`` v; tensors sent whole have ``velocity`` only.
-    Sent: k values and k packed indices a tensor (k = ceil(density * n)), in one message.
 
     Options:
-        density: fraction of elements to send, or a schedule (``warmup_to(0.001, epochs=4)``).
-        momentum, nesterov: ``None`` takes the optimizer's.
-        masking: momentum factor masking, u = 0 where elements were sent.
-        clip_norm: L2 threshold for the common gradient; each rank clips what it adds to that to
-            ``clip_norm / sqrt(N)``, before anything is accumulated.  Nothing is sent before
-            the end of backward then.  ``None``: off, as in the paper's vision models.
-        weight_decay: "separate" keeps decay out of the exchange, with a momentum buffer of its own
-            (the released code); "gradient" adds it to the local gradient before accumulation
-            (PaddlePaddle's treatment).  An optimizer that decays by itself (AdamW) still does.
-        values: "float32", "float16" or "4bit" on the wire: the last in levels between the smallest
-            and the largest of a tensor's k values (:class:`hvd_compress.blocks.logarithmic`).  What
-            is rounded off stays in the residual.
+        density, momentum, nesterov, indices, algorithm, rows: as in all methods.
+        masking: momentum factor masking.
+        clip_norm: positive, the L2 norm at which the common gradient is clipped, or ``None``.
+        weight_decay: "separate", with a buffer of its own, or "gradient", a part of the gradient.
+        values: "float32", "float16" or "4bit" on the wire; what is rounded off stays in v.
         min_size: tensors with fewer elements are sent whole.
-        small: how the tensors that are sent whole are sent: "float32" (in full: in the gradient's
-            own precision), "float16", "int8" (255 levels a tensor, with error feedback), or
-            "sparse": not whole, but their largest elements like those of all others, at least one a
-            tensor.
-        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
-        algorithm: how entries are added up: "allgather", or over MPI one of those of
-            :class:`hvd_compress.blocks.allgather`.
-        rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
-            :mod:`hvd_compress.methods.rows`.
+        small: how: "float32", "float16", "int8", or "sparse": not whole, but like all others.
 
-    Reference: Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887.  Differs from it in: the
-    message has exactly k elements (see ``operators/top_k.py``); indices are packed instead of run
-    lengths of 16 bits; density 1 turns masking off, since masking everything that is sent would
-    turn momentum off.
-
-    What is sent is masked: its velocity begins anew.
+    Reference: Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887.
 
     >>> world = World(DGC(density=0.25, momentum=0.9, min_size=1), size=2)
-    >>> rank_0, rank_1 = np.array([[4.0, 1.0, 0.0, 2.0]]), np.array([[1.0, 0.0, 6.0, 3.0]])
-    >>> world.exchange([rank_0, rank_1])[0].mean
+    >>> world.exchange([np.array([[4.0, 1.0, 0.0, 2.0]]), np.array([[1.0, 0.0, 6.0, 3.0]])])[0].mean
     array([[2., 0., 3., 0.]])
-    >>> world.states["tensor"][0]["velocity"], world.states["tensor"][0]["residual"]
-    (array([0., 1., 0., 2.]), array([0., 1., 0., 2.]))
     """
 
     reference = "Lin et al., ICLR 2018"

@@ -18,33 +18,23 @@ from hvd_compress.transforms import ef21, smoothing
 
 @dataclasses.dataclass(frozen=True)
 class EF21(Chained, name="ef21"):
-    """Send the largest changes of the gradient, add them to an estimate that all ranks share.
+    """Send the largest changes of the gradient, add them to an estimate that all ranks share::
 
-    On each rank, for C = top-k::
+        send c = C(g - h);   h = h + c                      on each rank, for C = top-k
+        G = G + sum of what all ranks sent / N;  w = w - lr G
 
-        send c = C(g - h);   h = h + c
-        G = G + sum of what all ranks sent / N
+    The optimizer's momentum and weight decay act on G.
 
-    The optimizer steps along G, the average of all h; its momentum and weight decay act there.
-
-    State: ``estimate`` h, and ``mean_estimate`` G, equal on all ranks.  Sent: k values and k packed
-    indices a tensor.  Where gradients are exact, it converges to the minimum itself with a constant
-    step, which error feedback does only as the step shrinks; see ``transforms/ef21.py``, and
-    :func:`hvd_compress.studies.step_sizes.ef21_step_size`.
+    State: ``estimate`` h, and ``mean_estimate`` G, equal on all ranks.
 
     Options:
-        density: fraction of elements to send, or a schedule.
+        density, indices: as in all methods.
         values: "float32", "float16", or a codec such as ``natural()``.
-        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
-        start: so many steps send everything.  With 1, h is the gradient from the first step on;
-            with ``True`` h starts from zero, and a big model is spared the dense message.
-        average: weight of the past in a moving average that takes the place of g, in [0, 1).
-            Noise of minibatches passes through EF21 as it is: 0.9 is EF21-SGDM (Fatkhullin,
-            Tyurin, Richtarik, NeurIPS 2023), where the average starts with the first gradient and
-            here with zero.
+        start: so many steps send everything; ``True``: none, and h starts from zero.
+        average: weight of the past, in [0, 1), in a moving average that takes the place of g.
+            It takes off the noise of minibatches: EF21-SGDM (Fatkhullin, Tyurin, Richtarik, 2023).
 
-    Reference: Richtarik, Sokolov, Fatkhullin, NeurIPS 2021, arXiv 2106.05203.  Differs from it in:
-    where it has a server that keeps G, every rank keeps one.
+    Reference: Richtarik, Sokolov, Fatkhullin, NeurIPS 2021, arXiv 2106.05203.
 
     What was not sent follows in the next step, though the gradient is the same:
 

@@ -40,45 +40,28 @@ def as_freeze_step(value: Any) -> bool | After:
 class OneBitAdamCompression(Chained, name="onebit_adam"):
     """Average gradients first, and Adam's momentum in one bit an element later.
 
-    Half of 1-bit Adam: the other half is the optimizer, ``OneBitAdam`` or ``OneBitLAMB`` of
-    ``hvd_compress.torch`` and of ``hvd_compress.tensorflow.keras``, whose ``compressor()`` makes
-    this with the options that fit.  Until ``freeze_step``, gradients are summed, and Adam steps as
-    ever.  Then its variance stays as it is, and what is sent is::
+    Half of 1-bit Adam: the other half is the optimizer, ``OneBitAdam`` or ``OneBitLAMB``, whose
+    ``compressor()`` makes this with the options that fit.  After ``freeze_step`` exchanges::
 
         x_i = beta1 u + (1 - beta1) g_i + residual_i     on each rank
         sent_i = scale_i * sign(x_i);  residual_i = x_i - sent_i
         u = 1-bit mean of sent_i                         on all ranks: the new momentum
 
-    Compressing works for momentum, which is linear in the gradients, and would not for Adam's
-    steps, which are not: they are divided by a root of squares.
-
-    Sent: one bit an element and a number a shard, each way, through the owners of shards, who
-    keep residuals too (``meetings/alltoall.py``).
-
     State: ``average`` u, equal on all ranks; ``residual`` and ``owner_residual``.
 
     Options:
         beta1: the optimizer's.
-        freeze_step: exchanges before the variance is frozen, or ``After("epoch", ...)``.  As long
-            as Adam's variance takes to settle: 15 to 20 % of a training in the paper, and several
-            times 1 / (1 - beta2) steps in any case.
-        norm: scale of the signs.  "l1", mean |x|, always leaves less than there was.  "l2", the
-            norm over sqrt(d), is that of the released code; what it leaves can be more: 1.5 times
-            |x|^2 of a single nonzero among 16 elements.
-        min_size: tensors with fewer elements are summed whole, since frames would be longer; their
-            momentum is exact.
+        freeze_step: a number of exchanges, 1 or more, or ``After("epoch", ...)``.
+        norm: scale of the signs: "l1", mean |x|, or "l2", the norm over sqrt(d).
+        min_size: tensors with fewer elements are summed whole; their momentum is exact.
 
-    Reference: Tang et al., ICML 2021, arXiv 2102.02888.  Differs from the released code in: "l1";
-    small tensors; the shards are those of ``alltoall``, without padding; a checkpoint keeps the
-    residuals.
+    Reference: Tang et al., ICML 2021, arXiv 2102.02888.
 
     The gradient, and in the next step the momentum in one bit:
 
     >>> world = World(OneBitAdamCompression(beta1=0.5, freeze_step=1, min_size=1), size=1)
     >>> [world.exchange([np.array([4.0, -2.0])])[0].direction.tolist() for step in range(2)]
     [[4.0, -2.0], [2.25, -2.25]]
-    >>> world.states["tensor"][0]["residual"]
-    array([0.75, 0.75])
     """
 
     reference = "Tang et al., ICML 2021"

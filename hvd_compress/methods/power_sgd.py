@@ -24,22 +24,17 @@ class PowerSGD(Chained, name="powersgd"):
     A tensor is a matrix of its first dimension by all others.  Vectors, and matrices that would
     hardly shrink, are averaged as they are.  Traffic does not grow with the number of ranks.
 
-    State: ``residual`` with error feedback, and ``factor`` Q^T, equal on all ranks.  Sent:
-    rank * (n + m) values a matrix, in two sums.  The optimizer's momentum and weight decay act on
-    the average, as in the paper.
+    State: ``residual`` with error feedback, and ``factor`` Q^T, equal on all ranks.
 
     Options:
-        rank: 1 to 4 for image models, up to 32 for language models.
+        rank: of the factors, 1 or more: up to 4 for image models, up to 32 for language models.
         error_feedback, warm_start: without one of them much accuracy is lost; for studies.
         min_compression_rate: matrices that would shrink by less are sent whole; 1 or more.
         start: so many steps send everything; PyTorch's hook advises a tenth of the training.
-        alternate: one factor a step, the other one at the next: half as much is sent, in one sum.
-        orthogonalise: "gram_schmidt" or "qr".
+        alternate: one factor a step, the other one at the next, as Q = M^T P at even steps.
+        orthogonalise: "gram_schmidt", a row after the other and each twice, or "qr".
 
-    Reference: Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727.  Differs from it in: a
-    rank subtracts its own part of the sum from its residual where the paper's code subtracts the
-    average, which has the same mean over the ranks, and makes what was sent plus what remains
-    exactly what went in; see also ``meetings/power_sgd.py``.
+    Reference: Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727.
 
     A matrix of rank 1 arrives as it is, in 14 numbers instead of 48:
 

@@ -128,9 +128,7 @@ class NaturalDithering(Chained, name="natural_dithering"):
 class FP8(Chained, name="fp8"):
     """Eight-bit floats and a scale a bucket, which puts the largest element at their largest.
 
-    Sent: 8 bits an element, and the sums of a shard to all; received: twice 8 bits.  Each rank
-    adds up one shard in full precision, so sums are rounded once and not at every hop.
-    State: ``residual`` and ``owner_residual``, which keep what rounding leaves out.
+    Sent and received as by :class:`LinearQuantization`, with its state.
 
     Options:
         format: "e4m3" has three bits of significand, "e5m2" two and a larger range.
@@ -161,9 +159,6 @@ class LinearQuantization(Chained, name="linear"):
     Sent: ``bits`` bits an element, and the sums of a shard to all; received: twice as much.  Each
     rank adds up one shard in full precision, so sums are rounded once and not at every hop.
     State: ``residual`` and ``owner_residual``, which keep what rounding leaves out.
-
-    The largest elements make up most of a gradient's norm, and there an integer of 8 bits is finer
-    than a float of 8 bits: see :class:`FP8`, which is for columns of a very wide range.
 
     Options:
         bits: 2 to 8.

@@ -181,12 +181,10 @@ class SendsRows:
     rows: str
 
     def rows_at(self, context: Context) -> str:
-        """See :class:`hvd_compress.base.Compressor`."""
         return self.rows
 
     @property
     def rows_texts(self) -> frozenset[str]:
-        """See :class:`hvd_compress.base.Compressor`."""
         return frozenset({self.rows})
 
 

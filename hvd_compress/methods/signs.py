@@ -97,13 +97,12 @@ class EFSignSGD(Chained, name="efsignsgd"):
     """Send signs times the mean magnitude of the tensor, and keep what that leaves out.
 
     Sent: one bit an element and one number.  State: ``residual``, and ``owner_residual`` with
-    ``via="alltoall"``: see :class:`OneBit`.
+    "alltoall".
 
     Options:
-        via: "alltoall", sums by owners of shards, coded twice, or "allgather", everybody's codes.
+        via: see :class:`OneBit`.
 
-    Reference: Karimireddy, Rebjock, Stich, Jaggi, ICML 2019.  Differs from it in: the residual is
-    in units of the gradient, not of the step, so that it survives a change of the learning rate.
+    Reference: Karimireddy, Rebjock, Stich, Jaggi, ICML 2019.
 
     >>> world = World(EFSignSGD(), size=1)
     >>> world.exchange([np.array([3.0, -1.0, 1.0, -1.0])])[0].mean
@@ -130,23 +129,16 @@ class EFSignSGD(Chained, name="efsignsgd"):
 class OneBit(Chained, name="onebit"):
     """Send one bit an element and two means a column, and keep what that leaves out.
 
-    With ``via="alltoall"``, as in the paper, each rank adds up one shard of every tensor and
-    quantises the sum once more, with a residual of its own: a rank sends 1 + 1/N bits an element
-    and receives two, however many ranks there are.  With "allgather" every rank receives one bit an
-    element from each other, and nothing is quantised twice.
-
     State: ``residual``, and ``owner_residual`` with "alltoall".
 
     Options:
         column: elements that share two means, a run of the flat tensor; ``None`` takes a row of a
-            PyTorch matrix; see ``codecs/column_means.py``.
-        via: see above.
-        start: so many steps send everything, since the first gradients of a training suffer most;
-            the paper begins on a fraction of the data.
+            PyTorch matrix; see :class:`hvd_compress.blocks.column_means`.
+        via: "alltoall", as in the paper: each rank adds up one shard of every tensor, and quantises
+            the sum once more.  "allgather": every rank receives one bit an element from each other.
+        start: so many steps send everything, since the first gradients of a training suffer most.
 
-    Reference: Seide, Fu, Droppo, Li, Yu, Interspeech 2014.  Differs from it in: the optimizer's
-    momentum acts on the average, as there, but AdaGrad is left to the optimizer too.  Double
-    buffering takes two reducers: see docs/mpi-training.md.
+    Reference: Seide, Fu, Droppo, Li, Yu, Interspeech 2014.
 
     >>> world = World(OneBit(), size=1)
     >>> world.exchange([np.array([3.0, 1.0, -2.0, -4.0])])[0].mean

@@ -19,19 +19,13 @@ from hvd_compress.transforms import error_feedback
 class TopK(SendsRows, Chained, name="topk"):
     """Send the k = ceil(density * n) elements of largest magnitude, keep the rest for later.
 
-    State: ``residual``.  Sent: k values and k packed indices a tensor.  The optimizer's momentum
-    is applied to the average, so it comes late for elements in the residual; :class:`DGC` corrects
-    that.
+    State: ``residual``.  The optimizer's momentum is applied to the average, so it comes late for
+    elements in the residual; :class:`DGC` corrects that.
 
     Options:
-        density: fraction of elements to send, or a schedule.
-        values: "float32" or "float16" on the wire.
-        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
-        algorithm: how entries are added up: "allgather", or over MPI one of those of
-            :class:`hvd_compress.blocks.allgather`.
+        density, indices, algorithm, rows: as in all methods.
+        values: "float32", "float16" or "4bit" on the wire.
         error_feedback: without it, what is not sent is lost; for studies only.
-        rows: how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
-            :mod:`hvd_compress.methods.rows`.
 
     Reference: Aji and Heafield, EMNLP 2017; Stich et al., NeurIPS 2018.
 
@@ -66,25 +60,17 @@ class TopK(SendsRows, Chained, name="topk"):
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Chained, name="threshold"):
-    """Send what has grown beyond ``tau``, keep the rest for later::
+    """Send what has grown beyond ``tau``, keep the rest for later: none of a tensor, or all of it.
 
-        x = gradient + residual;  where |x| > tau send x;  residual = x - sent
-
-    The number of elements differs between steps, tensors and ranks; a tensor whose gradients are
-    small sends nothing for long.
-
-    State: ``residual``.  Sent: an index and the value, or, with ``send="sign"``, a packed index and
-    one bit an element.
+    State: ``residual``.  Sent: an index and the value, or one bit.
 
     Options:
         tau: in units of the gradient; what suits differs from model to model.
-        send: "value", what was picked as it is, or "sign", the paper's: ``tau sign(x)``.  Then an
-            element of many times ``tau`` is sent at as many steps, and where gradients stay larger
-            than ``tau`` residuals grow without end: it must be above nearly all gradients.
-        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
+        send: "value", what was picked as it is, or "sign", the paper's: ``tau sign(x)``.  Then
+            residuals grow without end where gradients stay larger than ``tau``.
+        indices: as in all methods.
 
-    Reference: Strom, Interspeech 2015.  Differs from it in: values by default; sign and index are
-    not put into one word.
+    Reference: Strom, Interspeech 2015.
 
     What is below ``tau`` adds up until it is above:
 
@@ -114,22 +100,16 @@ class Threshold(Chained, name="threshold"):
 class RandomK(Chained, name="randomk"):
     """Send k = ceil(density * n) elements that are drawn at random, and no indices.
 
-    With ``shared`` all ranks draw alike, and the values are summed by an ordinary allreduce, so
-    traffic does not grow with the number of ranks.  Otherwise each rank draws for itself, from a
-    seed that the others know: values are gathered, N - 1 times k to a rank, and the errors of
-    ranks are independent, so that the variance of their average is an N-th.
-
-    State: ``residual`` with error feedback, which sends the elements unscaled.  Without it they
-    are scaled by n/k, so that the average is unbiased, with (n/k - 1) times the squared norm of
-    the gradient as its variance, and there is no state.
+    State: ``residual`` with error feedback, which sends the elements unscaled.  Without it they are
+    scaled by n/k, so that the average is unbiased, and there is no state.
 
     Options:
-        density: fraction of elements to send, or a schedule.  An element is sent about
-            every 1 / density steps, with all that its residual holds: at 0.01, a learning rate must
-            be some hundred times smaller than without compression.
+        density: as in all methods.  An element is sent every 1 / density steps, with all that its
+            residual holds: at 0.01, the learning rate must be some hundred times smaller.
         error_feedback: see above.
         wire: ``None``, "float16", or "bfloat16" if ``shared``.
-        shared: see above.
+        shared: all ranks draw alike, and values are summed.  Otherwise each rank draws for itself,
+            from a seed that the others know: values are gathered, and errors are independent.
 
     Reference: Wangni et al.; Stich et al., both NeurIPS 2018.
 
@@ -165,17 +145,14 @@ class RandomK(Chained, name="randomk"):
 class ScaleCom(Chained, name="scalecom"):
     """Send the elements that are largest on one rank, from all ranks; ranks take turns.
 
-    Ranks whose accumulated gradients are alike would choose much the same elements; so one rank
-    chooses for all, the values are summed, and traffic does not grow with the number of ranks.
+    One rank chooses for all, the values are summed, and traffic does not grow with the ranks.
 
-    State: ``residual``.  Sent: k values a tensor, and k packed indices at every N-th step.
+    State: ``residual``.  Sent: k values, and k packed indices at every N-th step.
 
     Options:
-        density: fraction of elements to send, or a schedule.
+        density: as in all methods.
 
-    Reference: Chen et al., NeurIPS 2020.  Differs from it in: the largest elements are those of the
-    whole tensor, where the paper takes one of each short run of elements; and all of what is left
-    out is kept, where the paper's filter keeps a part.
+    Reference: Chen et al., NeurIPS 2020.
 
     Rank 0 chooses, then rank 1:
 
@@ -197,20 +174,16 @@ class ScaleCom(Chained, name="scalecom"):
 @dataclasses.dataclass(frozen=True)
 class OkTopk(Chained, name="oktopk"):
     """Send the k = ceil(density * n) largest elements to the owners of their regions, and step
-    along about k of the largest sums; whatever is not among these stays in the residual of the rank
-    whose it is.
+    along about k of the largest sums; all else stays in the residual of its rank.
 
-    State: ``residual``; ``global_threshold``, one number.  Sent: k values and k indices to the
-    owners, and about k / N of each to all, where :class:`TopK` receives those of N ranks.
+    State: ``residual``; ``global_threshold``, one number.
 
     Options:
-        density: fraction of elements to send, or a schedule.
+        density, indices: as in all methods.
         threshold_every: steps from one exact threshold of the sums to the next.
-        indices: on the wire, "packed", about log2(n / k) + 1.5 bits each, or "int32".
         values: on the wire, "float32" or "float16"; what rounding takes off stays in residuals.
 
-    Reference: Li, Hoefler, PPoPP 2022.  Differs from it in: ranks choose exactly k elements;
-    regions are balanced at every step.
+    Reference: Li, Hoefler, PPoPP 2022.
 
     One of the sums of four elements:
 

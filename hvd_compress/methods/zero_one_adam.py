@@ -40,23 +40,17 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
     """Gradients in full where Adam's variance learns from them, in one bit elsewhere, and later
     none at all for most steps.
 
-    Half of 0/1 Adam: the other half is the optimizer, ``ZeroOneAdam`` of ``hvd_compress.torch``
-    and of ``hvd_compress.tensorflow.keras``, whose ``compressor()`` makes this with the options
-    that fit.  Steps count from 1:
+    Half of 0/1 Adam: the optimizer's ``compressor()`` makes this with the options that fit.  Until
+    ``var_freeze_step`` gradients are summed in steps of the variance, and sent in one bit in the
+    others, with error feedback.  Then the optimizer synchronizes what the parameters moved by.
 
-    * until ``var_freeze_step``, every ``var_interval``-th step sums the gradient, "variance"; the
-      others send it in one bit an element, with error feedback, "one_bit".  ``var_interval`` is 1
-      at first, and doubles after every ``var_update_scaler`` variance steps;
-    * then gradients stay on their rank, "local", and every ``local_interval``-th step, "sync", the
-      optimizer averages what the parameters moved by since, in one bit an element.
-      ``local_interval`` doubles after every ``local_step_scaler`` steps, up to
-      ``local_step_clipper``.
-
-    State: ``residual`` and ``owner_residual`` of the gradients; they do not change while gradients
-    are summed, since Adam's variance is that of a gradient.
+    State: ``residual`` and ``owner_residual``, which do not change while gradients are summed.
 
     Options:
-        var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper: the optimizer's.
+        var_freeze_step: the last step of the variance, from 1.
+        var_update_scaler: after so many steps of the variance their interval doubles.
+        local_step_scaler, local_step_clipper: after so many steps the interval of
+            synchronizations doubles, up to the second number.
         norm: "l1" or "l2": see :class:`OneBitAdamCompression`.
         min_size: tensors with fewer elements are summed whole, whenever they are sent.
 

@@ -16,24 +16,13 @@ _LOCAL = ("anchor", "buffer", "rate")
 
 @dataclasses.dataclass(frozen=True)
 class ZeroOneAdam(FrozenAdam):
-    """Adam that learns its variance at ever fewer steps, and later synchronizes the parameters at
-    ever fewer steps.
+    """Adam that learns its variance at ever fewer steps, and later synchronizes at ever fewer.
 
-    Until ``var_freeze_step`` it is Adam on averaged gradients, of which v takes part in variance
-    steps only.  Then, on each rank, with v as it is, s = sqrt(v^) + eps and d = 1 - lr
-    weight_decay::
+    Until ``var_freeze_step`` it is Adam on averaged gradients.  Then each rank steps alone, with
+    v as it is, s = sqrt(v^) + eps and d = 1 - lr weight_decay::
 
-        m = beta1 m + (1 - beta1) g          with this rank's own gradient
-        a = d a;  u = d u + lr m^;  r = d r + lr
-        w = a - u / s
-
-    and where parameters are synchronized::
-
-        u = 1-bit mean of u over the ranks
-        w = a = a - u / s;  m^ = u / r;  u = r = 0
-
-    a is what the parameters were at the last synchronization, but for decay: so w is bitwise equal
-    on all ranks after each, and differs in between.
+        m = beta1 m + (1 - beta1) g;  a = d a;  u = d u + lr m^;  r = d r + lr;  w = a - u / s
+        u = 1-bit mean of u;  w = a = a - u / s;  m^ = u / r;  u = r = 0      to synchronize
 
     State of a parameter: ``exp_avg`` m, ``exp_avg_sq`` v, ``step``, ``variance_step``; from the
     freeze on also ``anchor`` a, ``buffer`` u, ``rate`` r, and what one bit leaves out of u.
@@ -43,13 +32,7 @@ class ZeroOneAdam(FrozenAdam):
         var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper: see
             :class:`~hvd_compress.methods.zero_one_adam.ZeroOneAdamCompression`.
 
-    Reference: Lu, Li, Zhang, De Sa, He, ICLR 2023, arXiv 2202.06009.  Differs from the released
-    code in: bias correction, decay that takes no part in momentum, and elements without variance,
-    as in ``OneBitAdam``; ranks go back to an anchor instead of subtracting what they added, which
-    would leave each with rounding errors of its own.
-
-    Without this package's compression gradients are averaged otherwise, and there are no local
-    steps.  Loss scaling ends before the local steps begin: a rank alone cannot skip one.
+    Reference: Lu, Li, Zhang, De Sa, He, ICLR 2023, arXiv 2202.06009.
 
     >>> adam, w = ZeroOneAdam(lr=0.1, var_freeze_step=1), np.array([1.0])
     >>> w, state = adam.step(w, np.array([2.0]), {}, Now(step=1))

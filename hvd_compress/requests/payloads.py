@@ -232,7 +232,6 @@ def _form(payload: Array, equal_sizes: bool) -> Output:
 
 
 def _unknown(requests: Sequence[Any]) -> list[int]:
-    """Return which requests have sizes that receivers do not know."""
     return [i for i, request in enumerate(requests) if not request.equal_sizes]
 
 

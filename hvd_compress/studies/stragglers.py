@@ -45,7 +45,6 @@ class Delays:
 
     @property
     def _exponent(self) -> float:
-        """The exponent a of Pareto's distribution, with (deviation / mean)^2 = 1 / (a (a - 2))."""
         return 1 + math.sqrt(1 + self.spread**-2)
 
     def drawn(self, random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

@@ -10,6 +10,7 @@ import tensorflow as tf
 import torch
 
 from hvd_compress import LGC, After, ConfigError, Context, Gather, PoorFit, Sum
+from hvd_compress.advisor.shapes import resnet50
 from hvd_compress.blocks import chain, fading_memory, top_k
 from hvd_compress.engines.base import alone, watched
 from hvd_compress.engines.joining import Member, joined
@@ -54,6 +55,16 @@ def alike(step, n=2000, ranks=3, noise=0.3):
 
 
 # -- the network -------------------------------------------------------------------------------
+
+
+def test_numbers_that_resnet50_has_in_autoencoders():
+    gradients = [np.zeros(shape, np.float32) for shape in resnet50().values()]
+    common = LGC().common(gradients[0])
+    assert (common["autoencoder"].size, sum(x.size for x in common.values())) == (216677, 650034)
+    states = [LGC(autoencoder="per_tensor").init(gradient) for gradient in gradients]
+    coded = [state for state in states if "autoencoder" in state]
+    numbers = sum(state[key].size for state in coded for key in common)
+    assert (len(coded), numbers) == (46, 29901564)
 
 
 def test_lengths_by_hand():
