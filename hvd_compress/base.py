@@ -354,6 +354,9 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     nesterov: bool | None = None
     #: how such a method applies weight decay, "separate" or "gradient"; ``None``: it does not
     weight_decay: str | None = None
+    #: how rows of sparse gradients (of embeddings) are sent, see :mod:`hvd_compress.methods.rows`;
+    #: an option of some methods
+    rows: str = "whole"
     #: the transforms of a method that is a chain, applied to a gradient before the exchange
     transforms: tuple[Any, ...] = ()
     #: the name of the optimizer class that the method needs, if its result is not a gradient
@@ -430,14 +433,13 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         return self
 
     def rows_at(self, context: Context) -> str:
-        """Return how rows of sparse gradients (of embeddings) are sent in a step: the option
-        ``rows`` of some methods; see :mod:`hvd_compress.methods.rows`."""
-        return "whole"
+        """Return how rows are sent in a step: ``rows``, unless the method is a composition."""
+        return self.rows
 
     @property
     def rows_texts(self) -> frozenset[str]:
         """How rows are sent in any step."""
-        return frozenset({"whole"})
+        return frozenset({self.rows})
 
     def decide(
         self,

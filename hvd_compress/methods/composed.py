@@ -223,20 +223,10 @@ class Partition(_Composed, name="partition"):
         found = next(fitting, self.otherwise).for_tensor(name, shape)
         return self._with_momentum(found)
 
-    def _not_alone(self) -> Any:
+    def _not_alone(self, *_: Any) -> Any:
         raise TypeError("a partition depends on names: ask for_tensor(name, shape) first")
 
-    def init(self, gradient: Array) -> State:
-        return self._not_alone()
-
-    def common(self, gradient: Array) -> State:
-        return self._not_alone()
-
-    def per_rank(self, gradient: Array) -> frozenset[str]:
-        return self._not_alone()
-
-    def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
-        return self._not_alone()
+    init = common = per_rank = exchange = _not_alone  # type: ignore[assignment]
 
 
 @dataclasses.dataclass(frozen=True)

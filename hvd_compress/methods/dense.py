@@ -9,11 +9,11 @@ from hvd_compress.chain import Chain, chain
 from hvd_compress.config import converted
 from hvd_compress.meetings import allreduce
 from hvd_compress.methods.chained import Chained
-from hvd_compress.methods.rows import SendsRows, checked_rows
+from hvd_compress.methods.rows import checked_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class NoCompression(SendsRows, Chained, name="none"):
+class NoCompression(Chained, name="none"):
     """The average as it is: 32 bits an element, 16 of half-precision gradients.  No state.
 
     Options:
@@ -33,7 +33,7 @@ class NoCompression(SendsRows, Chained, name="none"):
 
 
 @dataclasses.dataclass(frozen=True)
-class FP16(SendsRows, Chained, name="fp16"):
+class FP16(Chained, name="fp16"):
     """IEEE half precision: 16 bits an element, of sparse gradients too; no state.
 
     Values beyond 65504 become Inf on every rank, below 6e-8 zero: use loss scaling.
@@ -61,7 +61,7 @@ class FP16(SendsRows, Chained, name="fp16"):
 
 
 @dataclasses.dataclass(frozen=True)
-class BF16(SendsRows, Chained, name="bf16"):
+class BF16(Chained, name="bf16"):
     """bfloat16: 16 bits an element, of sparse gradients too; the range of float32, 8 bits of
     significand.  No state.
 

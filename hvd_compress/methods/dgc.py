@@ -15,13 +15,13 @@ from hvd_compress.config import check_choice, converted, is_number
 from hvd_compress.errors import ConfigError
 from hvd_compress.meetings import allgather, allreduce
 from hvd_compress.methods.chained import OfVelocities
-from hvd_compress.methods.rows import SendsRows, checked_rows
+from hvd_compress.methods.rows import checked_rows
 from hvd_compress.schedules import Density, as_density
 from hvd_compress.transforms import clip_by_local_norm, error_feedback, momentum_after_averaging
 
 
 @dataclasses.dataclass(frozen=True)
-class DGC(SendsRows, OfVelocities, name="dgc"):
+class DGC(OfVelocities, name="dgc"):
     """Send the largest 0.1 % of the accumulated velocity, keep the rest for later::
 
         u = m u + g                    momentum correction     (Nesterov: u = m (u + g))

@@ -175,19 +175,6 @@ def as_rows(text: str) -> Rows:
     return Rows(density, values)
 
 
-class SendsRows:
-    """Mixed into methods with the option ``rows``."""
-
-    rows: str
-
-    def rows_at(self, context: Context) -> str:
-        return self.rows
-
-    @property
-    def rows_texts(self) -> frozenset[str]:
-        return frozenset({self.rows})
-
-
 def checked_rows(text: str) -> str:
     """Return a value of the option ``rows`` that :func:`as_rows` can read, or raise."""
     if not isinstance(text, str):

@@ -10,13 +10,13 @@ from hvd_compress.chain import Chain, chain
 from hvd_compress.config import check_choice, converted
 from hvd_compress.meetings import allgather, allreduce, gather_drawn, leader_top_k
 from hvd_compress.methods.chained import Chained
-from hvd_compress.methods.rows import SendsRows, checked_rows
+from hvd_compress.methods.rows import checked_rows
 from hvd_compress.schedules import Density
 from hvd_compress.transforms import error_feedback
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(SendsRows, Chained, name="topk"):
+class TopK(Chained, name="topk"):
     """Send the k = ceil(density * n) elements of largest magnitude, keep the rest for later.
 
     State: ``residual``.  The optimizer's momentum is applied to the average, so it comes late for

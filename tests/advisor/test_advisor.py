@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks.regret import cells
 from hvd_compress import advisor
 from hvd_compress.advisor import (
     CANDIDATES,
@@ -24,7 +25,6 @@ from hvd_compress.advisor.shapes import elements_of, sampled
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import as_compressor
-from hvd_compress.studies.regret import cells
 
 SHAPES = {"a": (30, 40), "b": (40,), "c": (64, 64)}
 MANY = {f"{i}.weight": (60, 80) for i in range(12)} | {f"{i}.bias": (60,) for i in range(12)}
