@@ -52,9 +52,11 @@ class Configurable(metaclass=_NamedMeta):
             _REGISTRY[cls.kind][named] = cls
 
     def __post_init__(self) -> None:
-        """Convert the options that have a converter, in their order; see :func:`converted`.
-        Subclasses that check their options in this method call it, too."""
+        """Check and convert the options that say how, in their order; see :func:`checked` and
+        :func:`converted`.  Subclasses that override this method call it, too."""
         for field in _fields(self):
+            if (check := field.metadata.get(_CHECK)) is not None:
+                check(field.name, getattr(self, field.name))
             if (converter := field.metadata.get(_CONVERTER)) is not None:
                 values = [getattr(self, name) for name in (field.name, *converter.others)]
                 object.__setattr__(self, field.name, converter.function(*values))
@@ -107,8 +109,39 @@ class Configurable(metaclass=_NamedMeta):
         return {self.kind: self.name} | options
 
 
-#: the key of a converter in the metadata of a field
-_CONVERTER = "hvd_compress converter"
+#: the keys of a check and of a converter in the metadata of a field
+_CHECK, _CONVERTER = "hvd_compress check", "hvd_compress converter"
+
+#: raises ``ConfigError`` unless an option, by its name, may have a value
+Check = Callable[[str, Any], None]
+
+
+def checked(check: Check, default: Any = dataclasses.MISSING) -> Any:
+    """Return an option, a field of a dataclass, whose values are checked when one is made."""
+    return dataclasses.field(default=default, metadata={_CHECK: check})
+
+
+def choice(*choices: Any, default: Any = dataclasses.MISSING) -> Any:
+    """Return an option that is one of ``choices``, and by default the first of them::
+
+    via: str = choice("alltoall", "allgather")
+    """
+    check = functools.partial(check_choice, choices=choices)
+    return checked(check, choices[0] if default is dataclasses.MISSING else default)
+
+
+def numbers(
+    words: str, fits: Callable[[Any], bool], *, whole: bool = False, optional: bool = False
+) -> Check:
+    """Return a check of numbers: ``words`` say in the error what ``fits``, ``None`` beside it if
+    ``optional``."""
+
+    def check(option: str, value: Any) -> None:
+        known = is_whole(value) if whole else is_number(value)
+        if not (known and fits(value)) and not (optional and value is None):
+            raise ConfigError(f"{option} must be {words}; got {value!r}")
+
+    return check
 
 
 class _Converter(NamedTuple):

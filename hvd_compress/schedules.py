@@ -21,11 +21,13 @@ from typing import Any
 from hvd_compress.config import (
     Configurable,
     as_tuple,
-    check_choice,
     check_fraction,
+    checked,
+    choice,
     converted,
     is_number,
     is_whole,
+    numbers,
 )
 from hvd_compress.errors import ConfigError
 
@@ -35,12 +37,11 @@ PAPER_DENSITIES = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 
 @dataclasses.dataclass(frozen=True)
 class _Staged(Configurable, abc.ABC, kind="schedule"):
-    unit: str = "step"
+    unit: str = choice("step", "epoch")
     stage_length: float = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("unit", self.unit, ("step", "epoch"))
         length = self.stage_length
         if not is_number(length) or not length > 0:
             raise ConfigError(
@@ -128,14 +129,8 @@ class ExponentialWarmup(_Staged, name="exponential"):
     [0.1, 0.01, 0.001, 0.001]
     """
 
-    density: float = 0.001
-    stages: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fraction("density", self.density)
-        if not is_whole(self.stages) or self.stages < 0:
-            raise ConfigError(f"stages must be a number of stages, 0 or more; got {self.stages!r}")
+    density: float = checked(check_fraction, 0.001)
+    stages: int = checked(numbers("a number of stages, 0 or more", lambda n: n >= 0, whole=True), 5)
 
     @property
     def stages_in_all(self) -> int:

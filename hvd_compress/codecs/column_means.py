@@ -9,6 +9,7 @@ import numpy as np
 
 from hvd_compress.codecs import runs
 from hvd_compress.codecs.runs import ByColumn
+from hvd_compress.config import checked
 from hvd_compress.kernels.bitpacking import full_bytes
 from hvd_compress.kernels.codecs import Halves
 from hvd_compress.kernels.reference import sums
@@ -41,12 +42,9 @@ class column_means(ByColumn, name="column_means"):
     array([ 2.,  2., -3., -3.])
     """
 
-    column: int | None = None
+    column: int | None = checked(runs.check_column, None)
 
     draws = False
-
-    def __post_init__(self) -> None:
-        self._check_column()
 
     @functools.cached_property
     def _loops(self) -> Halves:

@@ -11,10 +11,14 @@ import numpy as np
 
 from hvd_compress.codecs import runs
 from hvd_compress.codecs.runs import Scaled
-from hvd_compress.config import is_number, is_whole
+from hvd_compress.config import Check, checked, choice, numbers
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.codecs import Digits
 from hvd_compress.operators.base import Classes
+
+
+def levels_up_to(most: int) -> Check:
+    return numbers(f"a number from 1 to {most}", lambda n: 1 <= n <= most, whole=True)
 
 
 class Dithering(Scaled):
@@ -25,13 +29,6 @@ class Dithering(Scaled):
     norm: str
 
     unbiased = True
-
-    def _check(self, most: int) -> None:
-        levels = self.levels
-        if not is_whole(levels) or not 1 <= levels <= most:
-            raise ConfigError(f"levels must be a number from 1 to {most}; got {levels!r}")
-        runs.check_bucket(self.bucket)
-        runs.check_norm(self.norm)
 
     def _quotients(self, x: np.ndarray, norms: np.ndarray) -> np.ndarray:
         return x / np.where((norms > 0) & np.isfinite(norms), norms, 1)
@@ -57,12 +54,9 @@ class uniform_dithering(Dithering, name="uniform_dithering"):
     array([ 4., -1.,  2.])
     """
 
-    levels: int = 7
-    bucket: int | None = 512
-    norm: str = "l2"
-
-    def __post_init__(self) -> None:
-        self._check(2**15 - 1)
+    levels: int = checked(levels_up_to(2**15 - 1), 7)
+    bucket: int | None = checked(runs.check_bucket, 512)
+    norm: str = choice(*runs.NORMS)
 
     @functools.cached_property
     def _grid(self) -> Digits:
@@ -109,19 +103,17 @@ class exponential_dithering(Dithering, name="exponential_dithering"):
     array([ 4.,  2., -1.])
     """
 
-    base: float = 2.0
-    levels: int = 7
-    bucket: int | None = 512
-    norm: str = "l2"
+    base: float = checked(numbers("larger than 1", lambda base: base > 1), 2.0)
+    levels: int = checked(levels_up_to(127), 7)
+    bucket: int | None = checked(runs.check_bucket, 512)
+    norm: str = choice(*runs.NORMS)
 
     def __post_init__(self) -> None:
-        base = self.base
-        if not is_number(base) or not base > 1:
-            raise ConfigError(f"base must be larger than 1; got {base!r}")
-        self._check(127)
-        if base ** (1 - self.levels) < 1e-30:
+        super().__post_init__()
+        if self.base ** (1 - self.levels) < 1e-30:
             raise ConfigError(
-                f"base={base} and levels={self.levels}: the smallest level would be below 1e-30"
+                f"base={self.base} and levels={self.levels}: the smallest level would be below "
+                "1e-30"
             )
 
     @functools.cached_property

@@ -10,7 +10,7 @@ import numpy as np
 from hvd_compress.codecs import runs
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.runs import Scaled
-from hvd_compress.config import check_choice
+from hvd_compress.config import checked, choice
 from hvd_compress.kernels.codecs import Digits
 from hvd_compress.operators.base import IDENTITY, Classes
 
@@ -50,14 +50,10 @@ class float8(Scaled, name="float8"):
     [448.0, 96.0, 1.0, 0.3125]
     """
 
-    format: str = "e4m3"
-    bucket: int | None = None
+    format: str = choice("e4m3", "e5m2")
+    bucket: int | None = checked(runs.check_bucket, None)
 
     draws = False
-
-    def __post_init__(self) -> None:
-        check_choice("format", self.format, ("e4m3", "e5m2"))
-        runs.check_bucket(self.bucket)
 
     @functools.cached_property
     def _grid(self) -> Digits:

@@ -8,8 +8,8 @@ import math
 
 import numpy as np
 
-from hvd_compress.codecs.runs import ByColumn, Scaled
-from hvd_compress.config import check_choice
+from hvd_compress.codecs.runs import ByColumn, Scaled, check_column
+from hvd_compress.config import checked, choice
 from hvd_compress.kernels.codecs import Digits
 from hvd_compress.operators.base import Classes
 
@@ -33,14 +33,10 @@ class linear(ByColumn, Scaled, name="linear"):
     array([ 7.,  2., -1.,  0.])
     """
 
-    bits: int = 8
-    column: int | None = None
+    bits: int = choice(*range(2, 9), default=8)
+    column: int | None = checked(check_column, None)
 
     draws = False
-
-    def __post_init__(self) -> None:
-        check_choice("bits", self.bits, tuple(range(2, 9)))
-        self._check_column()
 
     @functools.cached_property
     def _grid(self) -> Digits:

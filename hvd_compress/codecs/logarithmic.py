@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvd_compress.codecs.base import Codec
-from hvd_compress.config import check_choice
+from hvd_compress.config import choice
 from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
 
 
@@ -36,10 +36,7 @@ class logarithmic(Codec, name="logarithmic"):
     array([ 8., -4.,  2.,  0.])
     """
 
-    bits: int = 4
-
-    def __post_init__(self) -> None:
-        check_choice("bits", self.bits, tuple(range(3, 9)))
+    bits: int = choice(*range(3, 9), default=4)
 
     @property
     def levels(self) -> int:

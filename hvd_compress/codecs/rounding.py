@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.codecs.base import Codec
-from hvd_compress.config import as_tuple, check_choice, converted, is_number
+from hvd_compress.config import (
+    as_tuple,
+    checked,
+    choice,
+    converted,
+    is_number,
+    numbers,
+)
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import digits_size, full_bytes, pack_digits, unpack_digits
 from hvd_compress.kernels.codecs import Natural
@@ -39,10 +46,7 @@ class natural(Codec, name="natural"):
     (4, array([ 4. ,  2. , -0.5]))
     """
 
-    biased: bool = False
-
-    def __post_init__(self) -> None:
-        check_choice("biased", self.biased, (True, False))
+    biased: bool = choice(True, False, default=False)
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
@@ -120,24 +124,20 @@ class rounding(Codec, name="rounding"):
     array([ 5., -1.,  5.])
     """
 
-    base: float = 2.0
+    base: float = checked(numbers("from 1.0055 to 1e9", lambda base: 1.0055 <= base < 1e9), 2.0)
     levels: tuple[float, ...] | None = dataclasses.field(
         default=None, metadata=converted(_as_tuple)
     )
-    biased: bool = False
+    biased: bool = choice(True, False, default=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base, levels = self.base, self.levels
-        check_choice("biased", self.biased, (True, False))
-        if not is_number(base) or not 1.0055 <= base < 1e9:
-            raise ConfigError(f"base must be from 1.0055 to 1e9; got {base!r}")
-        if levels is None:
+        if self.levels is None:
             return
-        numbers = np.asarray(levels, np.float32)
-        if not 2 <= numbers.size <= 32766 or not (np.diff(numbers) > 0).all():
+        levels = np.asarray(self.levels, np.float32)
+        if not 2 <= levels.size <= 32766 or not (np.diff(levels) > 0).all():
             raise ConfigError("levels must be 2 to 32766 ascending numbers, distinct in float32")
-        if not numbers[0] >= _LEAST or not np.isfinite(numbers).all():
+        if not levels[0] >= _LEAST or not np.isfinite(levels).all():
             raise ConfigError("levels must be positive, and within the normal range of float32")
 
     @property

@@ -9,8 +9,7 @@ import math
 import numpy as np
 
 from hvd_compress.codecs.base import Codec
-from hvd_compress.config import check_choice, is_whole
-from hvd_compress.errors import ConfigError
+from hvd_compress.config import numbers
 from hvd_compress.kernels.bitpacking import digits_size, pack_digits, unpack_digits
 from hvd_compress.kernels.codecs import Digits, Loops
 from hvd_compress.kernels.reference import sums
@@ -19,13 +18,10 @@ from hvd_compress.kernels.reference import sums
 NORMS = ("l2", "max")
 
 
-def check_bucket(bucket: int | None) -> None:
-    if bucket is not None and (not is_whole(bucket) or bucket < 1):
-        raise ConfigError(f"bucket must be a number of elements, or None for all; got {bucket!r}")
-
-
-def check_norm(norm: str) -> None:
-    check_choice("norm", norm, NORMS)
+check_bucket = numbers(
+    "a number of elements, or None for all", lambda n: n >= 1, whole=True, optional=True
+)
+check_column = numbers("a number of elements, or None", lambda n: n >= 1, whole=True, optional=True)
 
 
 def count(n: int, bucket: int | None) -> int:
@@ -69,11 +65,6 @@ class ByColumn(Codec):
     the last column of an array is as long as it gets."""
 
     column: int | None
-
-    def _check_column(self) -> None:
-        column = self.column
-        if column is not None and (not is_whole(column) or column < 1):
-            raise ConfigError(f"column must be a number of elements, or None; got {column!r}")
 
     def for_shape(self, shape: tuple[int, ...]) -> ByColumn:
         if self.column is not None:

@@ -9,7 +9,7 @@ import functools
 import numpy as np
 
 from hvd_compress.codecs.base import Classes, Codec
-from hvd_compress.config import check_choice
+from hvd_compress.config import checked, choice
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import full_bytes
 from hvd_compress.kernels.codecs import Signs, drawn_zeros, total
@@ -95,12 +95,9 @@ class scaled_sign(Bits, name="scaled_sign"):
     array([ 5., -5.,  5.])
     """
 
-    norm: str = "l1"
+    norm: str = choice("l1", "l2")
 
     draws = False
-
-    def __post_init__(self) -> None:
-        check_choice("norm", self.norm, ("l1", "l2"))
 
     @functools.cached_property
     def _loops(self) -> Signs:
@@ -126,12 +123,9 @@ class plus_minus(Bits, name="plus_minus"):
     (1, array([ 0.5, -0.5,  0.5]))
     """
 
-    tau: float
+    tau: float = checked(check_tau)
 
     homogeneous = False
-
-    def __post_init__(self) -> None:
-        check_tau(self.tau)
 
     @functools.cached_property
     def _loops(self) -> Signs:

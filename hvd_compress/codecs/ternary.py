@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.codecs.runs import Scaled
-from hvd_compress.config import is_number
-from hvd_compress.errors import ConfigError
+from hvd_compress.config import checked, numbers
 from hvd_compress.kernels.codecs import Digits, Loops, total
 from hvd_compress.operators.base import Classes
 
@@ -33,12 +32,9 @@ class ternary(Scaled, name="ternary"):
     array([8., 0., 0., 0.])
     """
 
-    clip: float | None = None
-
-    def __post_init__(self) -> None:
-        clip = self.clip
-        if clip is not None and (not is_number(clip) or not clip > 0):
-            raise ConfigError(f"clip must be in standard deviations, or None; got {clip!r}")
+    clip: float | None = checked(
+        numbers("in standard deviations, or None", lambda clip: clip > 0, optional=True), None
+    )
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]

@@ -13,8 +13,7 @@ from hvd_compress.base import Array
 from hvd_compress.chain import Aggregated
 from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded
-from hvd_compress.config import check_fraction, is_whole
-from hvd_compress.errors import ConfigError
+from hvd_compress.config import check_fraction, checked, numbers
 from hvd_compress.learned import numpy_network
 from hvd_compress.learned.layout import latent_size
 from hvd_compress.learned.learning import (
@@ -123,15 +122,10 @@ class learned_server(Learned, name="learned_server"):
     (904, 64)
     """
 
-    innovation: float = 0.01  # type: ignore[misc]
-    decoders: int = 1  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fraction("innovation", self.innovation)
-        decoders = self.decoders
-        if not is_whole(decoders) or decoders < 1:
-            raise ConfigError(f"decoders must be a number, 1 or more; got {decoders!r}")
+    innovation: float = checked(check_fraction, 0.01)  # type: ignore[misc]
+    decoders: int = checked(  # type: ignore[misc]
+        numbers("a number, 1 or more", lambda n: n >= 1, whole=True), 1
+    )
 
     def _example(
         self, rows: np.ndarray, leader: int, counts: Sequence[int]

@@ -18,7 +18,7 @@ from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
-from hvd_compress.config import check_choice, check_fraction, converted
+from hvd_compress.config import check_fraction, checked, choice, converted
 from hvd_compress.errors import ConfigError, PoorFit
 from hvd_compress.learned.layout import LEAST, first_weights
 from hvd_compress.learned.network import network_of
@@ -128,25 +128,18 @@ class Learned(Aggregator):
     ranks take over those of rank 0 until ``settled``, and decode in NumPy, on the host.
     """
 
-    density: float = 0.001
+    density: float = checked(check_fraction, 0.001)
     start: Start = dataclasses.field(default=300, metadata=converted(as_start))
-    rate: float = 0.003
+    rate: float = checked(check_fraction, 0.003)
     settled: Start | None = dataclasses.field(
         default=None, metadata=converted(settled_after, "start")
     )
-    autoencoder: str = "shared"
+    autoencoder: str = choice("shared", "per_tensor")
 
     keys = ("autoencoder", "first_moment", "second_moment", "quality")
     per_rank = False
     decoders: ClassVar[int] = 1
     innovation: ClassVar[float] = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fraction("density", self.density)
-        check_fraction("rate", self.rate)
-        check_choice("autoencoder", self.autoencoder, ("shared", "per_tensor"))
-        _ = self._select  # checks the other options
 
     @property
     def _select(self) -> top_k:

@@ -10,12 +10,12 @@ from typing import Any
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
-from hvd_compress.config import check_choice, converted
+from hvd_compress.config import checked, choice, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.learned.aggregators import learned_allreduce, learned_server
 from hvd_compress.learned.learning import settled_after
 from hvd_compress.meetings import dense_until, leader_top_k
-from hvd_compress.methods.chained import OfVelocities
+from hvd_compress.methods.chained import OfVelocities, check_min_size
 from hvd_compress.schedules import After, Start, as_start, started
 from hvd_compress.transforms import fading_memory
 
@@ -53,7 +53,7 @@ class LGC(OfVelocities, name="lgc"):
     density: float = 0.001
     learn: Start = dataclasses.field(default=200, metadata=converted(as_start))
     code: Start = dataclasses.field(default=500, metadata=converted(as_start))
-    via: str = "allreduce"
+    via: str = choice("allreduce", "server")
     innovation: float = 0.01
     decoders: int | None = None
     autoencoder: str = "shared"
@@ -61,15 +61,14 @@ class LGC(OfVelocities, name="lgc"):
     keep: float = 0.5
     momentum: float | None = None
     nesterov: bool | None = None
-    masking: bool = True
-    min_size: int = 1024
+    masking: bool = choice(True, False)
+    min_size: int = checked(check_min_size, 1024)
     settled: Start | None = dataclasses.field(
         default=None, metadata=converted(settled_after, "code")
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("via", self.via, ("allreduce", "server"))
         if _length(self.code, self.learn) < _length(self.learn, self.code):
             raise ConfigError(
                 f"code={self.code} is before learn={self.learn}: an autoencoder that was not "

@@ -14,7 +14,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Encoded, Form, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.codecs import Codec, logarithmic
-from hvd_compress.config import check_choice, converted
+from hvd_compress.config import choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedAllgather, FusedElements, FusedTopK, dense_is_less
 from hvd_compress.meetings.averaging import gathered, summed, summed_densely
@@ -63,13 +63,11 @@ class allgather(Aggregator, name="allgather"):
 
     select: Selector | Codec = top_k()
     values: str | Codec = dataclasses.field(default="float32", metadata=converted(as_values))
-    algorithm: str = "allgather"
-    indices: str = "packed"
+    algorithm: str = choice(*SPARSE_SUMS, default="allgather")
+    indices: str = choice(*CODECS, default="packed")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("algorithm", self.algorithm, SPARSE_SUMS)
-        check_choice("indices", self.indices, CODECS)
         if self.algorithm != "allgather" and not (
             isinstance(self.select, Selector) and isinstance(self.values, str)
         ):

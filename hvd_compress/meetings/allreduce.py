@@ -9,7 +9,7 @@ from typing import Any
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Form, State
 from hvd_compress.chain import Aggregated, Aggregator, Transform
-from hvd_compress.config import check_choice
+from hvd_compress.config import choice
 from hvd_compress.fused import FusedDrawn, FusedSum
 from hvd_compress.meetings.averaging import summed
 from hvd_compress.meetings.drawn import drawn
@@ -51,15 +51,13 @@ class allreduce(Aggregator, name="allreduce"):
     write allgather(...) for operators that look at the gradient
     """
 
-    wire: str | None = None
+    wire: str | None = choice(None, "gradient", "float16", "bfloat16")
     select: random_k | None = None
-    unbiased: bool = False
-    algorithm: str | None = None
+    unbiased: bool = choice(True, False, default=False)
+    algorithm: str | None = choice(*SUMS)
 
     def __post_init__(self) -> None:
-        check_choice("wire", self.wire, (None, "gradient", "float16", "bfloat16"))
-        check_choice("unbiased", self.unbiased, (True, False))
-        check_choice("algorithm", self.algorithm, SUMS)
+        super().__post_init__()
         if self.select is not None and not isinstance(self.select, random_k):
             raise TypeError(
                 f"allreduce({self.select!r}) would sum different coordinates of different ranks; "

@@ -11,7 +11,7 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator
-from hvd_compress.config import check_choice
+from hvd_compress.config import choice
 from hvd_compress.meetings.averaging import gathered, summed, summed_densely
 from hvd_compress.meetings.whole import whole
 from hvd_compress.operators.base import Classes
@@ -40,14 +40,9 @@ class drawn(Coding, name="drawn"):
     """
 
     select: random_k
-    alike: bool = False
-    unbiased: bool = False
-    wire: str | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("wire", self.wire, (None, "float16", "bfloat16"))
-        for option in ("alike", "unbiased"):
-            check_choice(option, getattr(self, option), (True, False))
+    alike: bool = choice(True, False, default=False)
+    unbiased: bool = choice(True, False, default=False)
+    wire: str | None = choice(None, "float16", "bfloat16")
 
     def varies(self, n: int, context: Context) -> bool:
         return False
@@ -138,12 +133,11 @@ class gather_drawn(Aggregator, name="gather_drawn"):
     """
 
     select: random_k
-    unbiased: bool = False
-    wire: str | None = None
+    unbiased: bool = choice(True, False, default=False)
+    wire: str | None = choice(None, "float16")
 
     def __post_init__(self) -> None:
-        check_choice("wire", self.wire, (None, "float16"))
-        check_choice("unbiased", self.unbiased, (True, False))
+        super().__post_init__()
         if not isinstance(self.select, random_k):
             raise TypeError(
                 f"gather_drawn({self.select!r}): others can draw again only what random_k() drew; "

@@ -13,7 +13,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, Sparse, State
 from hvd_compress.codecs import Codec, logarithmic
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
-from hvd_compress.config import check_choice, converted
+from hvd_compress.config import check_choice, choice, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators import Selector
 from hvd_compress.operators.random_k import own_generator
@@ -63,11 +63,7 @@ class elements(Coding, name="elements"):
 
     select: Selector
     values: str | Codec = dataclasses.field(default="float32", metadata=converted(as_values))
-    indices: str = "packed"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("indices", self.indices, CODECS)
+    indices: str = choice(*CODECS, default="packed")
 
     def varies(self, n: int, context: Context) -> bool:
         return self._packs(self.select.count(n, context))

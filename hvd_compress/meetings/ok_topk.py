@@ -13,8 +13,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator
-from hvd_compress.config import check_choice, converted, is_whole
-from hvd_compress.errors import ConfigError
+from hvd_compress.config import checked, choice, converted, numbers
 from hvd_compress.meetings.averaging import summed
 from hvd_compress.meetings.sparse_vectors import add_up, contains, join, largest, pick
 from hvd_compress.operators import top_k
@@ -49,22 +48,14 @@ class ok_topk(Aggregator, name="ok_topk"):
     """
 
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
-    threshold_every: int = 32
-    indices: str = "packed"
-    values: str = "float32"
+    threshold_every: int = checked(
+        numbers("a number of steps, 1 or more", lambda n: n >= 1, whole=True), 32
+    )
+    indices: str = choice(*CODECS, default="packed")
+    values: str = choice("float32", "float16")
 
     keys = ("global_threshold",)
     per_rank = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not is_whole(self.threshold_every) or self.threshold_every < 1:
-            raise ConfigError(
-                f"threshold_every must be a number of steps, 1 or more; got "
-                f"{self.threshold_every!r}"
-            )
-        check_choice("indices", self.indices, CODECS)
-        check_choice("values", self.values, ("float32", "float16"))
 
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         return {"global_threshold": backend_of(x).zeros(1, x)}

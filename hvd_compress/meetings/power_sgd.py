@@ -12,7 +12,7 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, State
 from hvd_compress.chain import Aggregated, Aggregator, Transform
-from hvd_compress.config import check_choice, is_whole
+from hvd_compress.config import checked, choice, numbers
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedLowRank
 from hvd_compress.kernels.low_rank import matrix_shape
@@ -60,19 +60,15 @@ class power_sgd(Aggregator, Coding, name="power_sgd"):
            [12., 16., 20.]])
     """
 
-    rank: int = 1
-    warm_start: bool = True
-    alternate: bool = False
-    orthogonalise: str = "gram_schmidt"
+    rank: int = checked(numbers("a number of columns, 1 or more", lambda n: n >= 1, whole=True), 1)
+    warm_start: bool = choice(True, False)
+    alternate: bool = choice(True, False, default=False)
+    orthogonalise: str = choice("gram_schmidt", "qr")
 
     per_rank = False
 
     def __post_init__(self) -> None:
-        if not is_whole(self.rank) or self.rank < 1:
-            raise ConfigError(f"rank must be a number of columns, 1 or more; got {self.rank!r}")
-        check_choice("warm_start", self.warm_start, (True, False))
-        check_choice("alternate", self.alternate, (True, False))
-        check_choice("orthogonalise", self.orthogonalise, ("gram_schmidt", "qr"))
+        super().__post_init__()
         if self.alternate and not self.warm_start:
             raise ConfigError("alternate=True goes on from the step before: warm_start=True")
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, State
-from hvd_compress.config import check_choice
+from hvd_compress.config import choice
 from hvd_compress.wire.frame import decode_dense, encode_dense
 from hvd_compress.wire.header import padded
 
@@ -27,10 +27,7 @@ class whole(Coding, name="whole"):
     (24, array([8.        , 2.00195312]))
     """
 
-    wire: str | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("wire", self.wire, (None, "float16", "bfloat16"))
+    wire: str | None = choice(None, "float16", "bfloat16")
 
     def varies(self, n: int, context: Context) -> bool:
         return False

@@ -7,7 +7,7 @@ import math
 
 from hvd_compress.base import Array, Compressor, Context, Encoded, Exchange, Place, State
 from hvd_compress.chain import Chain, Transform, chain
-from hvd_compress.config import Configurable, check_choice, is_whole
+from hvd_compress.config import Configurable, numbers
 from hvd_compress.errors import ConfigError
 from hvd_compress.meetings.allreduce import allreduce
 from hvd_compress.transforms import (
@@ -15,6 +15,8 @@ from hvd_compress.transforms import (
     momentum_after_averaging,
     momentum_correction,
 )
+
+check_min_size = numbers("a number of elements", lambda n: n >= 0, whole=True)
 
 
 class Chained(Compressor):
@@ -94,12 +96,6 @@ class OfVelocities(Chained):
     nesterov: bool | None
     masking: bool
     min_size: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("masking", self.masking, (True, False))
-        if not is_whole(self.min_size) or self.min_size < 0:
-            raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
 
     @property
     def working_parts(self) -> list[Configurable]:

@@ -11,10 +11,10 @@ from hvd_compress import codecs, operators
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, Transform, chain
-from hvd_compress.config import check_choice, converted, is_number
+from hvd_compress.config import checked, choice, converted, numbers
 from hvd_compress.errors import ConfigError
 from hvd_compress.meetings import allgather, allreduce
-from hvd_compress.methods.chained import OfVelocities
+from hvd_compress.methods.chained import OfVelocities, check_min_size
 from hvd_compress.methods.rows import checked_rows
 from hvd_compress.schedules import Density, as_density
 from hvd_compress.transforms import clip_by_local_norm, error_feedback, momentum_after_averaging
@@ -55,29 +55,25 @@ class DGC(OfVelocities, name="dgc"):
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
     momentum: float | None = None
     nesterov: bool | None = None
-    masking: bool = True
-    clip_norm: float | None = None
-    weight_decay: str = "separate"
+    masking: bool = choice(True, False)
+    clip_norm: float | None = checked(
+        numbers("positive, or None", lambda norm: norm > 0, optional=True), None
+    )
+    weight_decay: str = choice("separate", "gradient")
     values: str = "float32"
-    min_size: int = 1024
+    min_size: int = checked(check_min_size, 1024)
     algorithm: str = "allgather"
     indices: str = "packed"
-    small: str = "float32"
+    small: str = choice("float32", "float16", "int8", "sparse")
     rows: str = dataclasses.field(default="whole", metadata=converted(checked_rows))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("small", self.small, ("float32", "float16", "int8", "sparse"))
-        check_choice("weight_decay", self.weight_decay, ("separate", "gradient"))
-        if self.clip_norm is not None:
-            clip = self.clip_norm
-            if not is_number(clip) or not clip > 0:
-                raise ConfigError(f"clip_norm must be positive, or None; got {clip!r}")
-            if self.weight_decay == "gradient":
-                raise ConfigError(
-                    "clip_norm would clip weight decay, which weight_decay='gradient' makes a part "
-                    "of the gradient, as well: weight_decay='separate'"
-                )
+        if self.clip_norm is not None and self.weight_decay == "gradient":
+            raise ConfigError(
+                "clip_norm would clip weight decay, which weight_decay='gradient' makes a part "
+                "of the gradient, as well: weight_decay='separate'"
+            )
         _ = self._sparse, self._everything, self._whole  # their blocks check the other options
 
     @classmethod

@@ -8,8 +8,7 @@ import functools
 from hvd_compress import operators
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.codecs import Codec
-from hvd_compress.config import converted, is_number
-from hvd_compress.errors import ConfigError
+from hvd_compress.config import checked, converted, numbers
 from hvd_compress.meetings import allgather, dense_until
 from hvd_compress.methods.chained import Chained
 from hvd_compress.schedules import Density, Start, as_start
@@ -48,14 +47,8 @@ class EF21(Chained, name="ef21"):
     density: Density = 0.02
     values: str | Codec = "float32"
     start: Start = dataclasses.field(default=True, metadata=converted(as_start))
-    average: float = 0.0
+    average: float = checked(numbers("in [0, 1)", lambda average: 0 <= average < 1), 0.0)
     indices: str = "packed"
-
-    def __post_init__(self) -> None:
-        average = self.average
-        if not is_number(average) or not 0 <= average < 1:
-            raise ConfigError(f"average must be in [0, 1); got {average!r}")
-        super().__post_init__()
 
     @functools.cached_property
     def blocks(self) -> Chain:

@@ -11,10 +11,10 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
-from hvd_compress.config import converted, is_whole
+from hvd_compress.config import checked, converted, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.meetings import allreduce, alltoall, dense_until
-from hvd_compress.methods.chained import Chained
+from hvd_compress.methods.chained import Chained, check_min_size
 from hvd_compress.schedules import After, Start, as_start, started
 from hvd_compress.transforms import averaged_momentum, error_feedback
 
@@ -69,15 +69,13 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
     beta1: float = 0.9
     freeze_step: Start = dataclasses.field(default=100_000, metadata=converted(as_freeze_step))
     norm: str = "l1"
-    min_size: int = 1024
+    min_size: int = checked(check_min_size, 1024)
 
     partner = "OneBitAdam"
     is_steady = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_whole(self.min_size) or self.min_size < 0:
-            raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
         _ = self._compressed, self._whole  # their blocks check the other options
 
     def frozen(self, step: int, epoch: int | None) -> bool:

@@ -8,8 +8,7 @@ import functools
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
-from hvd_compress.config import check_choice, converted, is_number
-from hvd_compress.errors import ConfigError
+from hvd_compress.config import checked, choice, converted, numbers
 from hvd_compress.kernels.low_rank import matrix_shape
 from hvd_compress.meetings import allreduce, dense_until, power_sgd
 from hvd_compress.methods.chained import Chained
@@ -48,19 +47,15 @@ class PowerSGD(Chained, name="powersgd"):
     is_steady = True
 
     rank: int = 1
-    error_feedback: bool = True
+    error_feedback: bool = choice(True, False)
     warm_start: bool = True
-    min_compression_rate: float = 2.0
+    min_compression_rate: float = checked(numbers("1 or more", lambda rate: rate >= 1), 2.0)
     start: Start = dataclasses.field(default=True, metadata=converted(as_start))
     alternate: bool = False
     orthogonalise: str = "gram_schmidt"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("error_feedback", self.error_feedback, (True, False))
-        rate = self.min_compression_rate
-        if not is_number(rate) or not rate >= 1:
-            raise ConfigError(f"min_compression_rate must be 1 or more; got {rate!r}")
         _ = self._low_rank  # its blocks check the other options
 
     def compresses(self, shape: tuple[int, ...]) -> bool:

@@ -9,7 +9,7 @@ import warnings
 from hvd_compress import codecs
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import column_means
-from hvd_compress.config import check_choice, converted
+from hvd_compress.config import choice, converted
 from hvd_compress.errors import NeedsTuning
 from hvd_compress.meetings import allgather, alltoall, dense_until
 from hvd_compress.methods.chained import Chained
@@ -113,11 +113,7 @@ class EFSignSGD(Chained, name="efsignsgd"):
 
     reference = "Karimireddy et al., ICML 2019"
 
-    via: str = "alltoall"
-
-    def __post_init__(self) -> None:
-        check_choice("via", self.via, ("alltoall", "allgather"))
-        super().__post_init__()
+    via: str = choice("alltoall", "allgather")
 
     @functools.cached_property
     def blocks(self) -> Chain:
@@ -148,12 +144,8 @@ class OneBit(Chained, name="onebit"):
     reference = "Seide et al., Interspeech 2014"
 
     column: int | None = None
-    via: str = "alltoall"
+    via: str = choice("alltoall", "allgather")
     start: Start = dataclasses.field(default=True, metadata=converted(as_start))
-
-    def __post_init__(self) -> None:
-        check_choice("via", self.via, ("alltoall", "allgather"))
-        super().__post_init__()
 
     @functools.cached_property
     def blocks(self) -> Chain:

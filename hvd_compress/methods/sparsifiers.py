@@ -7,7 +7,7 @@ import functools
 
 from hvd_compress import codecs, meetings, operators
 from hvd_compress.chain import Chain, chain
-from hvd_compress.config import check_choice, converted
+from hvd_compress.config import choice, converted
 from hvd_compress.meetings import allgather, allreduce, gather_drawn, leader_top_k
 from hvd_compress.methods.chained import Chained
 from hvd_compress.methods.rows import checked_rows
@@ -43,14 +43,10 @@ class TopK(Chained, name="topk"):
 
     density: Density = 0.01
     values: str = "float32"
-    error_feedback: bool = True
+    error_feedback: bool = choice(True, False)
     algorithm: str = "allgather"
     indices: str = "packed"
     rows: str = dataclasses.field(default="whole", metadata=converted(checked_rows))
-
-    def __post_init__(self) -> None:
-        check_choice("error_feedback", self.error_feedback, (True, False))
-        super().__post_init__()
 
     @functools.cached_property
     def blocks(self) -> Chain:
@@ -82,12 +78,8 @@ class Threshold(Chained, name="threshold"):
     reference = "Strom, Interspeech 2015"
 
     tau: float = 0.01
-    send: str = "value"
+    send: str = choice("sign", "value", default="value")
     indices: str = "packed"
-
-    def __post_init__(self) -> None:
-        check_choice("send", self.send, ("sign", "value"))
-        super().__post_init__()
 
     @functools.cached_property
     def blocks(self) -> Chain:
@@ -124,14 +116,9 @@ class RandomK(Chained, name="randomk"):
     reference = "Stich et al., NeurIPS 2018"
 
     density: Density = 0.25
-    error_feedback: bool = True
+    error_feedback: bool = choice(True, False)
     wire: str | None = None
-    shared: bool = True
-
-    def __post_init__(self) -> None:
-        check_choice("shared", self.shared, (True, False))
-        check_choice("error_feedback", self.error_feedback, (True, False))
-        super().__post_init__()
+    shared: bool = choice(True, False)
 
     @functools.cached_property
     def blocks(self) -> Chain:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import numpy as np
 
@@ -22,10 +21,10 @@ from hvd_compress.base import (
 )
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
-from hvd_compress.config import check_choice, is_whole
-from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.config import checked, choice, numbers
+from hvd_compress.errors import UnsupportedError
 from hvd_compress.meetings import allreduce, alltoall
-from hvd_compress.methods.chained import Chained
+from hvd_compress.methods.chained import Chained, check_min_size
 from hvd_compress.methods.composed import Partition, rule
 from hvd_compress.methods.dense import NoCompression
 from hvd_compress.requests import Sum
@@ -33,6 +32,9 @@ from hvd_compress.transforms import error_feedback
 
 #: the last step that a schedule knows, so that a graph can count to it
 _FOREVER = 2**62
+_check_steps = numbers(
+    "a number of steps, 1 or more", lambda steps: 1 <= steps <= _FOREVER, whole=True
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,26 +66,15 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
 
     reference = "Lu et al., ICLR 2023"
 
-    var_freeze_step: int = 100_000
-    var_update_scaler: int = 16
-    local_step_scaler: int = 32_678
-    local_step_clipper: int = 16
-    norm: str = "l1"
-    min_size: int = 1024
+    var_freeze_step: int = checked(_check_steps, 100_000)
+    var_update_scaler: int = checked(_check_steps, 16)
+    local_step_scaler: int = checked(_check_steps, 32_678)
+    local_step_clipper: int = checked(_check_steps, 16)
+    norm: str = choice("l1", "l2")
+    min_size: int = checked(check_min_size, 1024)
 
     partner = "ZeroOneAdam"
     phases = ("one_bit", "variance", "local", "sync")
-
-    def __post_init__(self) -> None:
-        for name in (
-            *("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
-        ):
-            value: Any = getattr(self, name)
-            if not is_whole(value) or not 1 <= value <= _FOREVER:
-                raise ConfigError(f"{name} must be a number of steps, 1 or more; got {value!r}")
-        if not is_whole(self.min_size) or self.min_size < 0:
-            raise ConfigError(f"min_size must be a number of elements; got {self.min_size!r}")
-        check_choice("norm", self.norm, ("l1", "l2"))
 
     def phase(self, step: int) -> str:
         """Return "variance", "one_bit", "local" or "sync"; ``step`` counts from 1."""

@@ -5,20 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
-from hvd_compress.config import is_number
-from hvd_compress.errors import ConfigError
+from hvd_compress.config import checked, numbers
 from hvd_compress.operators.base import Selector
 
-
-def check_tau(tau: Any) -> None:
-    if not is_number(tau) or not 0 < tau < math.inf:
-        raise ConfigError(f"tau must be a positive number, for instance tau=0.01; got {tau!r}")
+check_tau = numbers("a positive number, for instance tau=0.01", lambda tau: 0 < tau < math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +27,9 @@ class threshold(Selector, name="threshold"):
     array([0, 3])
     """
 
-    tau: float
+    tau: float = checked(check_tau)
 
     homogeneous = False
-
-    def __post_init__(self) -> None:
-        check_tau(self.tau)
 
     def count(self, n: int, context: Context) -> None:
         return None

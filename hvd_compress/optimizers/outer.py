@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from hvd_compress.base import Array
-from hvd_compress.config import Configurable, check_between
-from hvd_compress.errors import ConfigError
+from hvd_compress.config import Configurable, check_between, checked, choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +28,9 @@ class OuterSGD(Configurable, kind="outer optimizer", name="sgd"):
     (array([0.9]), {})
     """
 
-    lr: float = 0.7
-    momentum: float = 0.9
-    nesterov: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_between("lr", self.lr, 0)
-        check_between("momentum", self.momentum, 0, 1)
-        if not isinstance(self.nesterov, bool):
-            raise ConfigError(f"nesterov must be True or False; got {self.nesterov!r}")
+    lr: float = checked(functools.partial(check_between, low=0), 0.7)
+    momentum: float = checked(functools.partial(check_between, low=0, high=1), 0.9)
+    nesterov: bool = choice(True, False)
 
     def stepped(
         self, x: Array, d: Array, moments: dict[str, Array]

@@ -8,8 +8,7 @@ import math
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, State
 from hvd_compress.chain import Transform
-from hvd_compress.config import check_choice, is_number
-from hvd_compress.errors import ConfigError
+from hvd_compress.config import checked, choice, numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +34,10 @@ class clip_by_local_norm(Transform, name="clip_by_local_norm"):
     array([1.2, 1.6])
     """
 
-    max_norm: float
-    scale: str = "sqrt_size"
+    max_norm: float = checked(numbers("positive", lambda norm: norm > 0))
+    scale: str = choice("sqrt_size", "rank")
     needs_gradient_norm = True
     homogeneous = False
-
-    def __post_init__(self) -> None:
-        check_choice("scale", self.scale, ("sqrt_size", "rank"))
-        if not is_number(self.max_norm) or not self.max_norm > 0:
-            raise ConfigError(f"max_norm must be positive; got {self.max_norm!r}")
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         xp = backend_of(x)

@@ -8,7 +8,7 @@ import dataclasses
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Transform
-from hvd_compress.config import check_choice, is_number
+from hvd_compress.config import checked, choice, numbers
 from hvd_compress.errors import ConfigError
 from hvd_compress.transforms.momentum import check_momentum
 
@@ -72,12 +72,9 @@ class error_feedback(Feedback, name="error_feedback"):
     array([4., 0.])
     """
 
-    units: str = "gradient"
+    units: str = choice("gradient", "step")
 
     keys = ("residual",)
-
-    def __post_init__(self) -> None:
-        check_choice("units", self.units, ("gradient", "step"))
 
     @property
     def elementwise(self) -> bool:  # type: ignore[override]
@@ -132,14 +129,9 @@ class fading_memory(Feedback, name="fading_memory"):
     (array([4., 4.]), array([ 0. , -0.5]))
     """
 
-    keep: float = 0.0
+    keep: float = checked(numbers("in [0, 1]", lambda keep: 0 <= keep <= 1), 0.0)
 
     keys = ("memory",)
-
-    def __post_init__(self) -> None:
-        keep = self.keep
-        if not is_number(keep) or not 0 <= keep <= 1:
-            raise ConfigError(f"keep must be in [0, 1]; got {keep!r}")
 
     def remaining(self, x: Array, sent: Array | Sparse, old: Array) -> Array:
         return unsent(x, sent, self.keep)
@@ -165,12 +157,9 @@ class momentum_feedback(Feedback, name="momentum_feedback"):
     [[4.0, 0.0], [0.0, 4.5]]
     """
 
-    decay: float = 0.999
+    decay: float = checked(check_momentum, 0.999)
 
     keys = ("momentum",)
-
-    def __post_init__(self) -> None:
-        check_momentum("decay", self.decay)
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         return super().update(x, {"momentum": self.decay * state["momentum"]}, context)

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Transform
-from hvd_compress.config import check_choice, converted, is_number
-from hvd_compress.errors import ConfigError
+from hvd_compress.config import checked, choice, converted, numbers
 from hvd_compress.schedules import Start, as_start, started
 
-
-def check_momentum(option: str, value: Any) -> None:
-    """Raise unless ``value`` is in [0, 1)."""
-    if not is_number(value) or not 0 <= value < 1:
-        raise ConfigError(f"{option} must be a number in [0, 1); got {value!r}")
+check_momentum = numbers("a number in [0, 1)", lambda value: 0 <= value < 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class TakesMomentum(Transform):
     """``momentum`` and ``nesterov``: ``None`` takes the optimizer's, from the context."""
 
-    momentum: float | None = None
-    nesterov: bool | None = None
+    momentum: float | None = checked(
+        numbers("a number in [0, 1)", lambda value: 0 <= value < 1, optional=True), None
+    )
+    nesterov: bool | None = choice(None, True, False)
 
     keys = ("velocity",)
     elementwise = True
     takes_momentum = True
-
-    def __post_init__(self) -> None:
-        check_choice("nesterov", self.nesterov, (None, True, False))
-        if self.momentum is not None:
-            check_momentum("momentum", self.momentum)
 
     def in_use(self, context: Context) -> tuple[float, bool]:
         """Return momentum and Nesterov flag, of the options or else of the optimizer."""
@@ -81,12 +72,8 @@ class momentum_correction(TakesMomentum, name="momentum_correction"):
     (array([2.9, 4.9]), {'velocity': array([0., 0.])})
     """
 
-    masking: bool = True
+    masking: bool = choice(True, False)
     of_gradients = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("masking", self.masking, (True, False))
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         direction, velocity = heavy_ball(x, state["velocity"], *self.in_use(context))
@@ -171,14 +158,11 @@ class smoothing(Transform, name="smoothing"):
     array([1.1])
     """
 
-    weight: float
+    weight: float = checked(check_momentum)
 
     keys = ("average",)
     of_gradients = True
     elementwise = True
-
-    def __post_init__(self) -> None:
-        check_momentum("weight", self.weight)
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         average = averaged(state["average"], x, self.weight)
@@ -211,17 +195,13 @@ class averaged_momentum(Transform, name="averaged_momentum"):
     [4.0, 3.0, 3.5]
     """
 
-    beta: float = 0.9
+    beta: float = checked(check_momentum, 0.9)
     start: Start = dataclasses.field(default=True, metadata=converted(as_start))
 
     keys = ("average",)
     per_rank = False
     of_gradients = True
     elementwise = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_momentum("beta", self.beta)
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         if not started(self.start, context.step, context.epoch):
