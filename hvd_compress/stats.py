@@ -27,14 +27,11 @@ class Record:
 
     Attributes:
         steps: the number of exchanges.
-        bytes_sent: the bytes that this rank handed to the collectives: a frame for an allgather,
-            the array for an allreduce.
+        bytes_sent: the bytes that this rank handed to the collectives.
         bytes_received: the bytes that it got back: the other ranks' frames, or the summed array.
-            A collective may move more bytes over the network: a ring sends 2 (P - 1) / P times an
-            allreduced array.
+            A collective may move more bytes over the network, as a ring does.
         dense_bytes: the bytes of the uncompressed gradients.
-        elements, elements_sent: the number of elements of the gradients, and of those sent; their
-            quotient is the density achieved.
+        elements, elements_sent: the number of elements of the gradients, and of those sent.
         residual_norm: the current L2 norm of this rank's residuals (the entries of the state named
             in ``WAITING``); 0 without error feedback.
 

@@ -20,22 +20,17 @@ from hvd_compress.operators.base import Classes
 class column_means(ByColumn, name="column_means"):
     """The negative elements of a column become their mean, all others theirs.
 
-    For this division in two, the two means have the least squared error, and what they leave of a
-    column adds up to zero.  Zeros count as non-negative; the mean of no elements is 0.
+    The two means have the least squared error for this division, and what they leave of a column
+    adds up to zero.  Zeros count as non-negative; the mean of no elements is 0.
 
     Sent: two means a column and a bit an element.
 
     Options:
         column: number of elements in a column, a run of the flat tensor.  ``None`` takes what
-            belongs to one index of the first dimension: in PyTorch a row of a matrix, or a filter,
-            that is, what is added up in one output; in Keras what leaves one input (of a
-            convolution: one row of the kernel).  One-dimensional tensors are one column.  ByColumn
-            of fewer than 64 elements are joined, and those of more than 4096 divided.  Short
-            columns have less error, long ones take fewer bits: a column of c elements takes
-            32 c / (c + 64) times less than float32.
+            belongs to one index of the first dimension, in PyTorch a row of a matrix or a filter;
+            fewer than 64 elements are joined, and more than 4096 divided.
 
-    Reference: Seide et al., Interspeech 2014.  Differs from the quantiser of CNTK, which can also
-    divide a column at its mean: here it is always divided at 0, as in the paper.
+    Reference: Seide et al., Interspeech 2014.
 
     >>> codec, x = column_means(column=4), np.array([3.0, 1.0, -2.0, -4.0])
     >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 4, x.dtype)

@@ -18,13 +18,11 @@ class logarithmic(Codec, name="logarithmic"):
     smaller magnitude.
 
     The levels belong to the array: a_L is its largest magnitude, and a_1 its smallest that is not
-    zero, or a_L / 2^(L - 1) if that is larger, so that r is at most 2.  Nothing is random.  An
-    element between a_1 and a_L changes by at most (r - 1) / (r + 1) of itself, and a smaller one by
-    at most a_1 / 2; error feedback makes up for it.
+    zero, or a_L / 2^(L - 1) if that is larger.  Nothing is random.  An element between a_1 and a_L
+    changes by at most (r - 1) / (r + 1) of itself, r being at most 2.
 
-    For values that top-k has picked, which are all large, 4 bits (L = 7) are enough: from threshold
-    to maximum they seldom differ by more than ten times, so that r is about 1.5.  After logarithmic
-    quantisation (Miyashita, Lee and Murmann, 2016), with a base that fits the values.
+    Values that top-k has picked seldom differ by more than ten times, so that 4 bits are enough.
+    After logarithmic quantisation (Miyashita, Lee and Murmann, 2016).
 
     Sent: a_1 and r, and ``bits`` bits an element.
 

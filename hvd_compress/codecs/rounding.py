@@ -30,13 +30,11 @@ from hvd_compress.operators.base import Classes
 class natural(Codec, name="natural"):
     """Sign and exponent: |x| between 2^e and 2^(e+1) becomes one of the two, and zero zero.
 
-    Sent: 9 bits an element, the sign and eight bits of exponent as in float32; of float64 too, so
-    values beyond the range of float32 do not survive there.  Subnormal numbers of float32 (below
-    2^-126) become 0 or 2^-126.
+    Sent: 9 bits an element, sign and exponent as in float32; of float64 too, so values beyond the
+    range of float32 do not survive.  Subnormal numbers of float32 become 0 or 2^-126.
 
     Options:
-        biased: round to the nearer power instead of drawing one.  Less error, but a bias, which
-            error feedback takes care of.
+        biased: round to the nearer power instead of drawing one, for error feedback.
 
     Reference: Horvath et al., MSML 2022.
 
@@ -101,20 +99,14 @@ class rounding(Codec, name="rounding"):
     """``sign(x) * a``, where a is one of the two levels beside |x|; zero stays zero.
 
     Unbiased, it draws one of the two so that the expectation is x; biased, it takes the nearer one
-    (of two equally near, the lower).  :class:`natural` is the case of base 2, with fields of its
-    own on the wire.
+    (of two equally near, the lower).  Zero is the level below the lowest.  Beyond the highest, a
+    biased one sends the highest; an unbiased one, which has nothing true to say there, sends Inf.
 
-    Sent: the number of the level and the sign as one digit, about log2(2 m + 1) bits an element
-    for m levels; the levels themselves are options, and are not sent.
-
-    Below the lowest level a_1 it is a choice between a_1 and zero.  Beyond the highest, a biased
-    one sends the highest, for error feedback to make up; an unbiased one, which has nothing true
-    to say there, sends Inf.  The constants hold where all elements are zero or between the ends.
+    Sent: the number of the level and the sign, log2(2 m + 1) bits an element for m levels.
 
     Options:
-        base: levels are its powers, as far as float32 has them: 254 of base 2.  1.0055, the least,
-            has 32 thousand of them.
-        levels: positive numbers, ascending, instead of powers.
+        base: levels are its powers in float32, 254 of base 2; from 1.0055 to 1e9.
+        levels: 2 to 32766 positive numbers, ascending, instead of powers.
         biased: see above.
 
     Reference: Beznosikov et al., JMLR 2023.

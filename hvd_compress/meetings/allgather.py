@@ -32,24 +32,18 @@ from hvd_compress.wire.frame import CODECS
 
 @dataclasses.dataclass(frozen=True)
 class allgather(Aggregator, name="allgather"):
-    """Gather the elements that ``select`` picks, or all of them, coded.
+    """Gather the elements that ``select`` picks, or all of them, coded, and add them in rank order.
 
     Options:
         select: an operator that picks elements, such as ``top_k``; or a codec, which takes all.
-        values: how the picked values are sent: "float32", "float16" (values beyond its range
-            are sent as its largest, and error feedback keeps the rest), "4bit", which is
-            ``logarithmic(4)``, or another codec.
-        indices: "packed", about log2(n / k) + 1.5 bits each, in messages whose size is not known
-            beforehand; or "int32" (int64 in tensors of more than 2^31 elements).
-        algorithm: "allgather" delivers all ranks' entries to every rank, which adds them in rank
-            order.  Over MPI also "split_allgather", where each rank adds up one region,
-            "recursive_doubling", "hierarchical", which adds up inside of nodes first, and "auto",
-            what a model measured on the communicator expects to be fastest; see
-            docs/sparse-collectives.md.  Values as they are or in float16.
+        values, indices: as of :class:`elements`; error feedback keeps what values lose.
+        algorithm: "allgather" delivers all entries to every rank.  Over MPI also
+            "split_allgather", where each rank adds up one region, "recursive_doubling",
+            "hierarchical", inside of nodes first, and "auto": see docs/sparse-collectives.md.
 
-    An allgather delivers P messages to everyone, an allreduce about two dense arrays.  Where the
-    former is more (density 25 % on more than 4 ranks, say), uncoded values at the same places are
-    sent in a dense sum instead: the result is the same up to the order of additions.
+    Where P messages are more than two dense arrays (density 25 % on more than 4 ranks, say),
+    uncoded values at known numbers of places are sent in a dense sum.  The result is the same up to
+    the order of additions.
 
     Raises:
         TypeError: ``select`` is ``random_k``, which :class:`allreduce` and :class:`gather_drawn`

@@ -28,27 +28,20 @@ class allreduce(Aggregator, name="allreduce"):
     Options:
         wire: dtype on the wire: "float16", "bfloat16", "gradient" (the gradient's own) or ``None``,
             that of the array to be summed, in which half precisions are widened to float32.
-        select: an operator whose choice does not depend on the gradient (``random_k``).  One that
-            does (``top_k``) is a TypeError: sums of different coordinates mean nothing.
-        unbiased: scale what was selected by n/k, so that its expectation is the gradient.  Not to
-            be combined with error feedback, which needs the unscaled elements.
+        select: ``random_k``, whose choice does not depend on the gradient.
+        unbiased: scale what was selected by n/k, so that its expectation is the gradient; not
+            with error feedback.
         algorithm: over MPI "direct", "ring", "halving_doubling", "recursive_doubling",
             "hierarchical", which adds up inside of nodes first, or "auto", what a model measured on
-            the communicator expects to be fastest.  ``None`` takes the engine's own: "direct" over
-            MPI, and what the library chooses elsewhere.
+            the communicator expects to be fastest.  ``None`` takes the engine's own.
 
     Raises:
-        TypeError: ``select`` looks at the gradient.
+        TypeError: ``select`` looks at the gradient, so ranks would sum different coordinates.
 
     >>> world = World(chain(via=allreduce(select=random_k(0.5))), size=2)
     >>> outcome = world.exchange([np.array([4.0, 1.0, 0.0, 2.0]), np.array([1.0, 0.0, 6.0, 3.0])])
     >>> outcome[0].mean, outcome[0].sent.indices
     (array([0. , 0. , 3. , 2.5]), array([2, 3]))
-    >>> allreduce(select=top_k(0.5))
-    Traceback (most recent call last):
-        ...
-    TypeError: allreduce(top_k(density=0.5)) would sum different coordinates of different ranks;
-    write allgather(...) for operators that look at the gradient
     """
 
     wire: str | None = choice(None, "gradient", "float16", "bfloat16")

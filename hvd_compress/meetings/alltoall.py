@@ -28,17 +28,13 @@ class alltoall(Aggregator, name="alltoall"):
     """Send each rank its shard of the tensor, coded; it adds them up, and sends the sum of its
     shard, coded again, to all ranks.
 
-    A rank sends and receives about two coded tensors, however many ranks there are, where
-    ``allgather`` would receive one from each.  What the second coding leaves out stays with the
-    shard's owner, and is added there next time.
+    A rank sends and receives about two coded tensors, however many ranks there are.  What the
+    second coding leaves out stays with the shard's owner, and is added there next time.
 
     State: ``owner_residual`` o, in units of the sum; as large as the tensor, zero outside the
-    rank's own shard.  With it the law of averages reads::
+    rank's own shard.  What lies outside, after the number of ranks has changed, is sent next::
 
         sum of sent + sum of o before = N * mean + sum of o after
-
-    If the number of ranks changes, shards do, and what lies outside a rank's own is sent with its
-    next message, so nothing is lost; a checkpoint may average ``owner_residual`` over the ranks.
 
     Options:
         codec: of both exchanges; one whose size does not vary with the values.

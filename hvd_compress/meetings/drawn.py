@@ -107,25 +107,19 @@ class drawn(Coding, name="drawn"):
 
 @dataclasses.dataclass(frozen=True)
 class gather_drawn(Aggregator, name="gather_drawn"):
-    """Gather k elements of every rank, which it draws with a seed of its own.  That seed follows
-    from what all ranks know (the common seed, the step, the tensor and the rank), so values are
-    sent alone, and the receivers draw the indices again.
+    """Gather k elements of every rank, which it draws with a seed of its own that all ranks know.
 
-    Ranks that draw for themselves err independently: the variance of the average of N is an N-th of
-    one rank's, where ``allreduce(select=random_k())``, with the same indices on all ranks, has the
-    variance of one.  In exchange every rank receives k values from each other.  Where that is more
-    than two dense arrays, the same elements are sent in a dense sum.
+    Ranks err independently: the variance of the average of N is an N-th of one rank's, where
+    ``allreduce(select=random_k())`` has the variance of one.  Every rank receives k values from
+    each other, or where that is more, two dense arrays.
 
     Options:
-        select: how many elements, a ``random_k``.
-        unbiased: scale them by n/k, so that their expectation is the gradient.  Not to be combined
-            with error feedback, which needs the unscaled elements.
-        wire: dtype on the wire: "float16" (values beyond its range are sent as its largest, and
-            error feedback keeps the rest) or ``None``, that of the array.
+        select: how many elements, a ``random_k``; else ``TypeError``.
+        unbiased: scale them by n/k, so that their expectation is the gradient; not with error
+            feedback.
+        wire: dtype on the wire, "float16" (values beyond its range become its largest) or ``None``.
 
     Reference: Beznosikov, Horvath, Richtarik, Safaryan, JMLR 2023.
-
-    Two elements of each rank, which has places of its own:
 
     >>> world = World(chain(via=gather_drawn(random_k(0.25))), size=2)
     >>> world.exchange([np.full(8, 2.0), np.full(8, 4.0)])[0].mean

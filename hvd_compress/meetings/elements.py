@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,12 +93,16 @@ class elements(Coding, name="elements"):
             return self._coded(self.values, picked, n, k, context)
         sent = self.rounded(picked)
         size = None if self._packs(k) else sparse_size(k or 0, n, self.values)
-        (message,) = xp.on_host(
-            functools.partial(_encode_plain, n, k, self.indices),
-            [sent.indices, xp.cast(sent.values, self.values)],
-            [("uint8", size)],
-            like,
-        )
+
+        def encode(indices: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+            if k is None and dense_is_shorter(indices.size, n, values.dtype.name, self.indices):
+                dense = np.zeros(n, values.dtype)
+                dense[indices] = values
+                return [encode_dense(dense)]
+            return [encode_sparse(indices, values, n, self.indices)]
+
+        parts = [sent.indices, xp.cast(sent.values, self.values)]
+        (message,) = xp.on_host(encode, parts, [("uint8", size)], like)
         return message, sent
 
     def _coded(
@@ -127,60 +130,28 @@ class elements(Coding, name="elements"):
         xp, senders = backend_of(like), ranks or range(len(messages))
         n, dtype = xp.size(like), xp.dtype(like)
         k = self.select.count(n, context)
-        if isinstance(self.values, Codec):
-            read = functools.partial(_decode_coded, senders, n, dtype, k, self.values)
-            values = dtype
-        else:
-            read = functools.partial(_decode_plain, senders, n, self.values, k)
-            values = self.values
+        codec = self.values if isinstance(self.values, Codec) else None
+        values = dtype if codec is not None else str(self.values)
+
+        def read(*messages: np.ndarray) -> list[Any]:
+            parts: list[Any] = []
+            for rank, message in zip(senders, messages, strict=True):
+                sender = f"rank {rank}"
+                if codec is not None:
+                    parts += decode_coded(codec, message, k, np.dtype(dtype), n, sender=sender)
+                    continue
+                if k is None:
+                    indices, decoded = decode(message, n, values, sender=sender)
+                else:
+                    indices, decoded = decode_sparse(message, n, values, k, sender=sender)
+                if indices is None:
+                    indices = np.arange(n)
+                parts += [indices.astype(index_dtype(n), copy=False), decoded]
+            return parts
+
         looks = [(index_dtype(n), k), (values, k)] * len(messages)
         parts = xp.on_host(read, messages, looks, like)
         total = xp.zeros(n, like)
         for at, what in zip(parts[::2], parts[1::2], strict=True):
             total = xp.add_at(total, at, xp.cast(what, dtype))
         return Decoded(total, xp.all_finite(xp.concat(parts[1::2])))
-
-
-# Steps on the host; `k` is None if only the sender knows it.
-
-
-def _encode_plain(
-    n: int, k: int | None, codec: str, indices: np.ndarray, values: np.ndarray
-) -> list[np.ndarray]:
-    if k is None and dense_is_shorter(indices.size, n, values.dtype.name, codec):
-        dense = np.zeros(n, values.dtype)
-        dense[indices] = values
-        return [encode_dense(dense)]
-    return [encode_sparse(indices, values, n, codec)]
-
-
-def _decode_plain(
-    senders: Sequence[int], n: int, values: str, k: int | None, *messages: np.ndarray
-) -> list[np.ndarray]:
-    """Indices and values of every message in turn."""
-    parts: list[np.ndarray] = []
-    for rank, message in zip(senders, messages, strict=True):
-        sender = f"rank {rank}"
-        if k is None:
-            indices, decoded = decode(message, n, values, sender=sender)
-        else:
-            indices, decoded = decode_sparse(message, n, values, k, sender=sender)
-        if indices is None:
-            indices = np.arange(n)
-        parts += [indices.astype(index_dtype(n), copy=False), decoded]
-    return parts
-
-
-def _decode_coded(
-    senders: Sequence[int],
-    n: int,
-    dtype: str,
-    k: int | None,
-    codec: Codec,
-    *messages: np.ndarray,
-) -> list[np.ndarray]:
-    parts: list[Any] = []
-    for rank, message in zip(senders, messages, strict=True):
-        sender = f"rank {rank}"
-        parts += decode_coded(codec, message, k, np.dtype(dtype), n, sender=sender)
-    return parts

@@ -32,9 +32,6 @@ class leader_top_k(Aggregator, name="leader_top_k"):
     """The leader, rank ``step mod N``, sends the indices of the k = ceil(density * n) elements that
     are largest on it to all; the values of all ranks there are summed.
 
-    Only the leader's message has a content, so what a rank sends and receives does not grow with
-    the number of ranks.
-
     Options:
         density: a fraction or a schedule.
 

@@ -184,7 +184,7 @@ class MomentumAfter(Chained, name="momentum_after"):
 
 @dataclasses.dataclass(frozen=True)
 class Partition(_Composed, name="partition"):
-    """The first rule that fits a tensor decides on its method; see :func:`partition`.
+    """The first rule that fits a tensor decides on its method; :func:`partition` makes it.
 
     Options:
         rules: of class :class:`rule`, the first ones first.

@@ -16,18 +16,14 @@ from hvd_compress.transforms import error_feedback
 class QSGD(Chained, name="qsgd"):
     """Round to ``levels`` uniform levels of each sign, at random, so that the mean is unbiased.
 
-    Sent: log2(2 levels + 1) bits an element and a norm a bucket.  No state.  The default has 15
-    values in 4 bits, and as in the paper a norm for 512 elements; "max" has less variance.
-
-    Reference: Alistarh, Grubic, Li, Tomioka, Vojnovic, NeurIPS 2017.  Differs from it in: the codes
-    have a fixed length, where the paper may use Elias codes.
+    Sent: log2(2 levels + 1) bits an element and a norm a bucket.  No state.
 
     Options:
         levels: of each sign, 1 or more; 2 levels + 1 values in all.
         bucket: so many elements have a norm in common; ``None`` for all of a tensor.
-        norm: "max", the largest magnitude, or "l2".
+        norm: "max", the largest magnitude, which has less variance, or "l2".
 
-    Multiples of 4 / 4; between them one of the two neighbours:
+    Reference: Alistarh, Grubic, Li, Tomioka, Vojnovic, NeurIPS 2017.
 
     >>> world = World(QSGD(levels=4), size=1)
     >>> [world.exchange([np.array([4.0, -1.0, 2.5])])[0].mean.tolist() for step in range(2)]
@@ -49,16 +45,13 @@ class QSGD(Chained, name="qsgd"):
 class TernGrad(Chained, name="terngrad"):
     """Send -m, 0 or m for every element, at random; m is the largest magnitude of the tensor.
 
-    Sent: 1.6 bits an element and m.  No state.  Clipping at ``clip`` standard deviations keeps m
-    small, at the price of a bias; ``clip=None`` is unbiased.
-
-    Reference: Wen, Xu, Yan, Wu, Wang, Chen, Li, NeurIPS 2017.  Differs from it in: every rank has
-    an m of its own, which is less noise than one for all.
+    Sent: 1.6 bits an element and m.  No state.
 
     Options:
-        clip: in standard deviations of the tensor, as the paper's 2.5, or ``None``.
+        clip: in standard deviations of the tensor, as the paper's 2.5, or ``None``.  Clipping keeps
+            m small, at the price of a bias.
 
-    The largest magnitude, or zero; on average the gradient:
+    Reference: Wen, Xu, Yan, Wu, Wang, Chen, Li, NeurIPS 2017.
 
     >>> world = World(TernGrad(clip=None), size=1)
     >>> [world.exchange([np.array([4.0, -2.0, 0.0])])[0].mean.tolist() for step in range(2)]
@@ -98,15 +91,12 @@ class NaturalCompression(Chained, name="natural"):
 class NaturalDithering(Chained, name="natural_dithering"):
     """Round to ``levels`` powers of two below the norm of a bucket, at random.
 
-    Sent: log2(2 levels + 1) bits an element and a norm a bucket.  No state.  Reference: Horvath et
-    al., MSML 2022; Beznosikov et al., JMLR 2023, who call it exponential dithering for any base.
+    Sent as by :class:`QSGD`, whose options these are.
 
     Options:
-        levels: of each sign; 2 levels + 1 values in all.
-        bucket: so many elements have a norm in common; ``None`` for all of a tensor.
-        norm: "l2", or "max", the largest magnitude.
+        levels, bucket, norm: "l2", or "max".
 
-    One of the levels 4, 2, 1 and 0:
+    Reference: Horvath et al., MSML 2022; Beznosikov et al., JMLR 2023.
 
     >>> world = World(NaturalDithering(levels=3, norm="max"), size=1)
     >>> [world.exchange([np.array([4.0, -2.0, 3.0])])[0].mean.tolist() for step in range(2)]

@@ -50,16 +50,13 @@ class Signum(Chained, name="signum"):
     """Send the signs of a moving average of each rank's gradients; step as :class:`SignSGD` does.
 
     State: ``velocity``, the average ``m = beta m + (1 - beta) g``, in the place of the optimizer's
-    momentum.  Weight decay acts as it is, ``w = w - lr (vote + wd w)``.  The learning rate must be
-    some hundred times smaller, which :class:`~hvd_compress.NeedsTuning` warns of.
+    momentum.  Weight decay acts as it is, ``w = w - lr (vote + wd w)``.
 
     Options:
         momentum: beta; ``None`` takes the optimizer's.
         nesterov: signs of ``beta m + (1 - beta) g``; ``None`` takes the optimizer's.
 
     Reference: Bernstein, Zhao, Azizzadenesheli, Anandkumar, ICLR 2019.
-
-    The sign turns when the average does:
 
     >>> world = World(Signum(momentum=0.9), size=1)
     >>> [world.exchange([np.array([x])])[0].direction.item() for x in (4.0, -1.0, -1.0, -9.0)]

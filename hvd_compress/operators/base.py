@@ -18,10 +18,8 @@ class Classes(NamedTuple):
         B3  E|C(x) - x|^2 <= (1 - 1/delta) |x|^2
         U   E C(x) = x  and  E|C(x)|^2 <= zeta |x|^2
 
-    ``None``: the operator is not in that class, whatever the constant.  Of an operator in U,
-    ``delta`` is that of C / zeta, the scaling that error feedback needs.
-
-    Of the four largest of a hundred elements, and of 9 bits an element:
+    ``None``: it is not in that class, whatever the constant.  In U, ``delta`` is that of C / zeta,
+    the scaling that error feedback needs.
 
     >>> top_k(density=0.04).classes(d=100)
     Classes(alpha=0.04, beta=1.0, gamma=0.04, delta=25.0, zeta=None)

@@ -1,8 +1,5 @@
-"""Select k = ceil(density * n) elements at random, the same ones on every rank, or its own on each.
-
-The indices come from a counter-based generator keyed by (seed, step, tensor name), and the rank
-where ranks draw for themselves, so they need no wire: ranks, frameworks and devices agree without
-talking, and a resumed run draws what the uninterrupted one would have drawn.
+"""Random elements, and generators of random numbers: counter-based, keyed by (seed, step, tensor
+name), and by the rank where ranks draw for themselves.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
 """Select the k elements of largest magnitude, k = ceil(density * n).
 
-Ties are broken towards the lower index, so the selection is a function of the values alone, the
-same in every framework and on every device.
-
 Large arrays are searched as by Lin et al. (ICLR 2018): the threshold of a strided sample filters
 the elements, the survivors are ranked exactly, and a threshold that lets too few pass is lowered.
 It finds the same elements as ranking all magnitudes, several times faster.  TensorFlow has a search
 of its own, in operations of its graphs.
-
-Differs from the authors' released code, which sends whatever passes the sampled threshold, between
-0.8 k and 1.3 k elements, and cuts the surplus by position.  Here every message has exactly k
-elements: its size is known beforehand, and low indices get no preference.
 """
 
 from __future__ import annotations
@@ -42,8 +35,8 @@ class top_k(Selector, name="top_k"):
     Options:
         density: a fraction or a schedule.
 
-    Reference: Lin et al., ICLR 2018, for the sampled search.  Differs from the authors' code in:
-    that sends what passes the sampled threshold, 0.8 k to 1.3 k elements.
+    Reference: Lin et al., ICLR 2018, for the sampled search.  Differs from the authors' code, which
+    sends what passes the sampled threshold, 0.8 k to 1.3 k elements.
 
     >>> select = top_k(density=0.5)
     >>> select.count(4, Context()), select.select(np.array([4.0, 1.0, 0.0, -2.0]), 2, Context())

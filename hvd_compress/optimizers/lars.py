@@ -11,15 +11,13 @@ from hvd_compress.optimizers.base import Formula, Now, Slot, State, quotient
 
 @dataclasses.dataclass(frozen=True)
 class LARS(Formula):
-    """SGD with momentum whose learning rate follows the norms of each layer.
-
-    Large batches allow large learning rates, and then a layer whose gradient is large beside its
-    weights diverges first.  So the step of a layer is as long as a fraction of its weights::
+    """SGD with momentum whose learning rate follows the norms of each layer::
 
         l = trust_coefficient ||w|| / (||g|| + wd ||w||)        1 if either norm is 0
         v = m v + lr l (g + wd w);   w = w - v
 
-    Tensors of one dimension, biases and scales, take plain steps: l = 1 and no weight decay.
+    A layer whose gradient is large beside its weights would diverge first at large rates.  Tensors
+    of one dimension, biases and scales, take plain steps: l = 1 and no weight decay.
 
     State of a parameter: ``velocity`` v, which contains the learning rate.
 

@@ -16,12 +16,9 @@ class clip_by_local_norm(Transform, name="clip_by_local_norm"):
     """Scale the fresh gradient so that what the rank adds to the common gradient has an L2 norm of
     at most ``max_norm / sqrt(N)``, over all its tensors, before anything is accumulated.
 
-    The factor N^(-1/2) is the paper's: if the gradients of N ranks are independent, the norm of
-    their sum is sqrt(N) times that of one.  The paper adds gradients that were divided by N
-    beforehand.  So where gradients are averaged, a rank adds g / N, and g itself is clipped at
+    Where gradients are averaged, a rank adds g / N, and g itself is clipped at
     ``max_norm * sqrt(N)``; where they are added (``context.sums``), at ``max_norm / sqrt(N)``.
-    Where the engine does not know the norm over all tensors (``context.gradient_norm``), the
-    tensor's own norm is taken.
+    The tensor's own norm is taken where ``context.gradient_norm`` is unknown.
 
     Options:
         max_norm: the threshold for the common gradient, more than 0.

@@ -16,20 +16,14 @@ class ef21(Transform, name="ef21"):
         send C(gradient - estimate);   estimate = estimate + sent
         mean_estimate = mean_estimate + mean of what all ranks sent
 
-    and the optimizer steps along ``mean_estimate``, which is the average of the estimates.
+    and the optimizer steps along ``mean_estimate``.  It must be the last transform, since it passes
+    on differences; ``dense_until(1, ...)`` around the aggregator begins with the gradient itself.
 
-    State: ``estimate``, and ``mean_estimate``, equal on all ranks; both as large as the gradient,
-    and zero at the start: the first message is C(gradient).  To begin with the gradients as they
-    are, the other choice of the paper, put ``dense_until(1, ...)`` around the aggregator.
+    State: ``estimate``, and ``mean_estimate``, equal on all ranks; both start from zero.
 
-    Unlike a residual, which adds up whatever was left out of all gradients so far, the estimate
-    forgets: as gradients settle, it becomes exact, and with it the fixed point; differences then
-    vanish, where error feedback goes on sending gradients that cancel only on average.  But noise
-    of the gradients is sent as it comes, and not averaged over steps: put ``smoothing(0.9)``
-    before it (Fatkhullin, Tyurin, Richtarik, NeurIPS 2023).
-
-    What is sent must be a contraction, class B3, and :mod:`hvd_compress.studies.step_sizes` says
-    which steps it allows.  It must be the last transform, since it passes on differences.
+    The estimate forgets, where a residual adds up whatever was left out: as gradients settle, it
+    becomes exact.  Noise is sent as it comes: put ``smoothing(0.9)`` before it.  What is sent must
+    be a contraction, class B3; :mod:`hvd_compress.studies.step_sizes` says which steps it allows.
 
     >>> world = World(chain(ef21(), via=allgather(top_k(0.5))), size=1)
     >>> [world.exchange([np.array([4.0, 1.0])])[0].direction.tolist() for step in range(2)]

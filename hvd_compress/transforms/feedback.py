@@ -50,26 +50,22 @@ def unsent(x: Array, sent: Array | Sparse, keep: float = 1) -> Array:
 class error_feedback(Feedback, name="error_feedback"):
     """``x = gradient + residual``; after the exchange ``residual = x - sent``, exactly.
 
-    State: ``residual``, as large as the gradient.  Called local gradient accumulation in DGC.
-    Reference: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.
+    State: ``residual``, as large as the gradient.
 
     Options:
-        units: of the residual.  "gradient": when the learning rate falls from a to b, what waits is
-            applied at b.  "step", as Karimireddy et al. and Beznosikov et al. (JMLR 2023) have it:
-            the residual is e = rate * (x - sent) and x = gradient + e / rate, so what waits is
-            applied as the step it was when it was left out, whatever the rate does meanwhile.  With
-            plain SGD, x~ = x - mean(e) then obeys x~' = x~ - rate * mean(gradient) for every
-            operator; with momentum in the optimizer, or Adam, steps are no multiples of the rate
-            and this means little.  In a step with rate 0 nothing of the residual is sent.
+        units: of the residual.  "gradient": what waits is applied at the rate of the step that
+            sends it.  "step", as Karimireddy et al. and Beznosikov et al. (JMLR 2023) have it: the
+            residual is e = rate * (x - sent) and x = gradient + e / rate, so what waits is applied
+            as the step it was.  It is for plain SGD; at a rate of 0 nothing of it is sent.
 
-    At a constant rate both do the same up to rounding.  "step" needs the learning rate, which
-    PyTorch's optimizers and ``Reducer.learning_rate`` tell; elsewhere it raises ``ConfigError``.
+    "step" needs the learning rate, which PyTorch's optimizers and ``Reducer.learning_rate`` tell;
+    elsewhere it raises ``ConfigError``.
+
+    Reference: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.
 
     >>> world = World(chain(error_feedback(), via=allgather(top_k(0.5))), size=1)
     >>> [world.exchange([np.array([4.0, 3.0])])[0].mean.tolist() for step in range(2)]
     [[4.0, 0.0], [0.0, 6.0]]
-    >>> world.states["tensor"][0]["residual"]
-    array([4., 0.])
     """
 
     units: str = choice("gradient", "step")
@@ -113,16 +109,13 @@ class fading_memory(Feedback, name="fading_memory"):
     """``x = gradient + memory``; after the exchange ``memory = x - sent``, but where something was
     sent, only the part ``keep`` of it stays.
 
-    With ``keep=1`` this is error feedback.  A smaller ``keep`` is for operators that cannot express
-    some components at all: with error feedback these would grow until the operator selects nothing
-    else.
+    A ``keep`` below 1 is for operators that cannot express some components at all, which would grow
+    until the operator selects nothing else.
 
     State: ``memory``, as large as the gradient.
 
     Options:
         keep: in [0, 1].
-
-    Both arrive as 4, and half of the error of the second is kept:
 
     >>> world = World(chain(fading_memory(keep=0.5), via=allgather(linear(2))), size=1)
     >>> world.exchange([np.array([4.0, 3.0])])[0].mean, world.states["tensor"][0]["memory"]
@@ -139,9 +132,8 @@ class fading_memory(Feedback, name="fading_memory"):
 
 @dataclasses.dataclass(frozen=True)
 class momentum_feedback(Feedback, name="momentum_feedback"):
-    """``x = decay momentum + gradient``; after the exchange ``momentum = x - sent``.
-
-    Momentum and error feedback in one array: what is not sent is the momentum of later steps.
+    """``x = decay momentum + gradient``; after the exchange ``momentum = x - sent``: what is not
+    sent is the momentum of later steps.
 
     State: ``momentum``, as large as the gradient; differs between ranks.
 
@@ -149,8 +141,7 @@ class momentum_feedback(Feedback, name="momentum_feedback"):
         decay: what is left of momentum after a step, in [0, 1).
 
     Reference: Peng, Quesnelle, Kingma, DeMo, arXiv 2411.19870.  Differs from it in: gradients are
-    added up, where it adds up learning rate * gradient.  At a constant rate this is the same, but
-    for the unit; see :class:`error_feedback` for why.
+    added up, where it adds up learning rate * gradient.
 
     >>> world = World(chain(momentum_feedback(0.5), via=allgather(top_k(0.5))), size=1)
     >>> [world.exchange([np.array([4.0, 3.0])])[0].mean.tolist() for step in range(2)]

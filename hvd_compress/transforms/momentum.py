@@ -51,20 +51,17 @@ class momentum_correction(TakesMomentum, name="momentum_correction"):
     """Accumulate velocities instead of gradients, per rank, before anything is left out.
 
     Plain: ``u = m u + g``, passes on ``u``.  Nesterov: ``u = m (u + g)``, passes on ``u + g``.
-    With ``masking`` the velocity is cleared where elements were sent (momentum factor masking),
-    so that an element that was not sent for hundreds of steps is not driven by stale momentum.
+    It must stand before error feedback, or would act on the residual again at every step.
 
-    State: ``velocity``.  Must stand before error feedback: behind it, momentum would be applied to
-    the residual again at every step.
+    State: ``velocity``.
 
     Options:
         momentum, nesterov: m, in [0, 1), and whether it is Nesterov's; ``None`` takes the
             optimizer's, from the context.
-        masking: see above.
+        masking: the velocity is cleared where elements were sent, so that one that waited for
+            hundreds of steps is not driven by stale momentum.
 
     Reference: Lin et al., ICLR 2018, sections 3.1 and 3.2.
-
-    Of two elements the first is sent, and its velocity cleared:
 
     >>> correct, state = momentum_correction(0.9), {"velocity": np.array([1.0, 1.0])}
     >>> x, state = correct.update(np.array([2.0, 4.0]), state, Context())
@@ -171,15 +168,13 @@ class smoothing(Transform, name="smoothing"):
 
 @dataclasses.dataclass(frozen=True)
 class averaged_momentum(Transform, name="averaged_momentum"):
-    """Average gradients until ``start``, and momenta from then on.
-
-    ::
+    """Average gradients until ``start``, and momenta from then on::
 
         before   passes on  g                      u = beta u + (1 - beta) mean(g)
         after    passes on  beta u + (1 - beta) g  u = mean of what was sent
 
-    The optimizer steps along ``mean(g)`` before, and along ``u`` after.  While nothing is lost on
-    the way, both give the same ``u``.
+    The optimizer steps along ``mean(g)`` before, and along ``u`` after.  It must stand before error
+    feedback, or residuals would be averaged away.
 
     State: ``average`` u, equal on all ranks.
 
@@ -187,8 +182,7 @@ class averaged_momentum(Transform, name="averaged_momentum"):
         beta: of the moving average, in [0, 1).
         start: a number of exchanges, or ``After("epoch", ...)``.
 
-    Reference: Tang et al., 1-bit Adam, ICML 2021.  Must stand before error feedback: behind it, the
-    residual would be averaged away instead of sent.
+    Reference: Tang et al., 1-bit Adam, ICML 2021.
 
     >>> world = World(chain(averaged_momentum(beta=0.5, start=1), via=allreduce()), size=1)
     >>> [world.exchange([np.array([4.0])])[0].direction.item() for step in range(3)]
