@@ -10,8 +10,8 @@ from hvd_compress.base import Array, State
 from hvd_compress.errors import ConfigError
 
 
-class Look(NamedTuple):
-    """The dtype, shape and device of an array; the device is ``None`` where arrays have none."""
+class ArrayType(NamedTuple):
+    """The shape, dtype and device of an array; the last is ``None`` where arrays have none."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -19,7 +19,7 @@ class Look(NamedTuple):
 
 
 #: the keys and looks of entries; empty if a tensor has nothing in common with others
-Kind = tuple[tuple[str, Look], ...]
+Kind = tuple[tuple[str, ArrayType], ...]
 
 
 class Homes:
@@ -114,11 +114,11 @@ def look_of(state: State) -> Kind:
     return tuple((key, look(state[key])) for key in sorted(state))
 
 
-def look(x: Array) -> Look:
+def look(x: Array) -> ArrayType:
     """Return what an array looks like."""
     xp = backend_of(x)
     device = None if xp.traces else getattr(x, "device", None)
-    return Look(tuple(xp.shape(x)), xp.dtype(x), device)
+    return ArrayType(tuple(xp.shape(x)), xp.dtype(x), device)
 
 
 def _of(keys: Iterable[str], state: State) -> State:

@@ -11,7 +11,7 @@ from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor, Context, Exchange, Sparse, State
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.reduce.homes import Look, look
+from hvd_compress.reduce.homes import ArrayType, look
 
 
 class Store(abc.ABC):
@@ -149,12 +149,12 @@ class Looks:
     """The kinds of the gradients of tensors, and the entries of the states that fit them."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[Look, dict[str, Look]]] = {}
+        self._seen: dict[str, tuple[ArrayType, dict[str, ArrayType]]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._seen
 
-    def expected(self, name: str, gradient: Array, method: Compressor) -> dict[str, Look]:
+    def expected(self, name: str, gradient: Array, method: Compressor) -> dict[str, ArrayType]:
         """Return what the entries of a state look like that fits a gradient."""
         seen = look(gradient)
         if name not in self._seen or self._seen[name][0] != seen:
@@ -166,12 +166,14 @@ class Looks:
         """Return the shapes of all gradients so far, sorted by name."""
         return [(name, seen.shape) for name, (seen, _) in sorted(self._seen.items())]
 
-    def of_states(self) -> dict[str, dict[str, Look]]:
+    def of_states(self) -> dict[str, dict[str, ArrayType]]:
         """Return what is expected of states by name."""
         return {name: expected for name, (_, expected) in self._seen.items()}
 
 
-def check_state(name: str, gradient: Array, state: State, expected: Mapping[str, Look]) -> None:
+def check_state(
+    name: str, gradient: Array, state: State, expected: Mapping[str, ArrayType]
+) -> None:
     """Raise ``ConfigError`` unless a state looks as expected: users may have given its arrays other
     memory since the last step."""
     if problem := misfit(state, expected):
@@ -182,7 +184,7 @@ def check_state(name: str, gradient: Array, state: State, expected: Mapping[str,
         )
 
 
-def misfit(state: State, expected: Mapping[str, Look]) -> str:
+def misfit(state: State, expected: Mapping[str, ArrayType]) -> str:
     """Return how a state differs from what was expected; an empty text if it fits."""
     if state.keys() != expected.keys():
         return f"there is {sorted(map(str, state))} where {sorted(expected)} was expected"
