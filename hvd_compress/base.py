@@ -436,11 +436,6 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         """Return how rows are sent in a step: ``rows``, unless the method is a composition."""
         return self.rows
 
-    @property
-    def rows_texts(self) -> frozenset[str]:
-        """How rows are sent in any step."""
-        return frozenset({self.rows})
-
     def decide(
         self,
         reducer: Any,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -219,7 +220,8 @@ class Learned(Aggregator):
             weights = yield Sum(weights if context.rank == 0 else xp.full_like(weights, 0.0))
         results = yield from self._aggregate_coded(parts, weights)
         rest = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-        report = Report(context.name + rest, context.rank, late and self.settled != self.start)
+        too_late = late and self.settled != self.start
+        report = functools.partial(reported, context.name + rest, context.rank, too_late)
         (quality,) = xp.on_host(report, [state["quality"]], [(xp.dtype(x), 3)], x)
         return results, {**state, "autoencoder": weights, "quality": quality}
 
@@ -355,36 +357,30 @@ def product(xp: Any, x: Array, y: Array) -> Array:
     return xp.reshape(xp.matmul(xp.reshape(x, (1, -1)), xp.reshape(y, (-1, 1))), (1,))
 
 
-class Report:
-    """The report of how training ended, once; then the number of its steps is set to zero.
+def reported(name: str, rank: int, late: bool, quality: np.ndarray) -> list[np.ndarray]:
+    """Warn once if training went wrong, on rank 0; then the number of its steps is set to zero.
     ``late``: that should have happened before."""
-
-    def __init__(self, name: str, rank: int, late: bool) -> None:
-        self.name, self.rank, self.late = name, rank, late
-
-    def __call__(self, quality: np.ndarray) -> list[np.ndarray]:
-        cosine, lost, steps = quality.tolist()
-        if not steps:
-            return [quality]
-        seen = 1 - _DECAY**steps
-        cosine, lost = cosine / seen, lost / seen
-        problem = None
-        if self.late:
-            problem = (
-                "all steps in which ranks should take over rank 0's autoencoder had a NaN "
-                "or Inf, and their autoencoders may differ: let there be more of them, settled="
-            )
-        elif cosine < _ALIKE:
-            problem = (
-                f"the gradients of different ranks are hardly alike (mean cosine {cosine:.2f} over "
-                "the selected elements), and one latent cannot stand for all: take larger batches, "
-                "or DGC"
-            )
-        elif lost > _LOST:
-            problem = (
-                f"after {steps:.0f} steps of training the autoencoder still loses {lost:.0%} of "
-                "what it is given: train it for longer, or take ScaleCom"
-            )
-        if problem and self.rank == 0:
-            warnings.warn(f"learned compression of {self.name}: {problem}", PoorFit, stacklevel=2)
-        return [quality * np.array([1, 1, 0], quality.dtype)]
+    cosine, lost, steps = quality.tolist()
+    if not steps:
+        return [quality]
+    seen = 1 - _DECAY**steps
+    cosine, lost = cosine / seen, lost / seen
+    problem = None
+    if late:
+        problem = (
+            "all steps in which ranks should take over rank 0's autoencoder had a NaN or Inf, and "
+            "their autoencoders may differ: let there be more of them, settled="
+        )
+    elif cosine < _ALIKE:
+        problem = (
+            f"the gradients of different ranks are hardly alike (mean cosine {cosine:.2f} over the "
+            "selected elements), and one latent cannot stand for all: take larger batches, or DGC"
+        )
+    elif lost > _LOST:
+        problem = (
+            f"after {steps:.0f} steps of training the autoencoder still loses {lost:.0%} of what "
+            "it is given: train it for longer, or take ScaleCom"
+        )
+    if problem and rank == 0:
+        warnings.warn(f"learned compression of {name}: {problem}", PoorFit, stacklevel=2)
+    return [quality * np.array([1, 1, 0], quality.dtype)]

@@ -177,10 +177,6 @@ class MomentumAfter(Chained, name="momentum_after"):
     def rows_at(self, context: Context) -> str:
         return self.compressor.rows_at(context)
 
-    @property
-    def rows_texts(self) -> frozenset[str]:
-        return self.compressor.rows_texts
-
 
 @dataclasses.dataclass(frozen=True)
 class Partition(_Composed, name="partition"):
@@ -288,10 +284,6 @@ class Switch(_Composed, name="switch"):
     def rows_at(self, context: Context) -> str:
         return self._now(context).rows_at(context)
 
-    @property
-    def rows_texts(self) -> frozenset[str]:
-        return self.first.rows_texts | self.then.rows_texts
-
     def _now(self, context: Context) -> Compressor:
         return self.then if started(self.start, context.step, context.epoch) else self.first
 
@@ -311,7 +303,7 @@ class Switch(_Composed, name="switch"):
 
 
 def partition(*rules: Any, otherwise: Any = "none") -> Partition:
-    """Choose a method for each tensor; the first rule that fits decides::
+    """Return a :class:`Partition`::
 
         partition(
             ("*.bias", "none"),
@@ -322,9 +314,6 @@ def partition(*rules: Any, otherwise: Any = "none") -> Partition:
     Args:
         rules: :class:`rule`, or pairs of a shell pattern of names and a method.
         otherwise: the method for tensors that no rule fits.  Methods may be texts.
-
-    Raises:
-        ConfigError: see :class:`Partition`.
     """
     from hvd_compress.methods import as_compressor
 
@@ -336,16 +325,11 @@ def partition(*rules: Any, otherwise: Any = "none") -> Partition:
 
 
 def switch(first: Any, then: Any, start: Start) -> Switch:
-    """Return a method that is ``first`` until ``start``, and ``then`` from there on::
-
-        switch("none", DGC, 500)
+    """Return a :class:`Switch`, for instance ``switch("none", DGC, 500)``.
 
     Args:
         first, then: methods, their classes, or texts.
         start: a number of steps, or ``After("epoch", ...)``.
-
-    Raises:
-        ConfigError: see :class:`Switch`.
     """
     from hvd_compress.methods import as_compressor
 

@@ -191,8 +191,9 @@ def _unknown(text: Any) -> ConfigError:
 
 
 def keeps_residual(method: Compressor) -> bool:
-    """Return whether a method keeps a residual of rows in some step."""
-    return any(as_rows(text).keeps_residual for text in method.rows_texts)
+    """Return whether a method, or one that it is composed of, keeps a residual of rows."""
+    parts = [part for part in method.parts if isinstance(part, Compressor)]
+    return any(map(keeps_residual, parts)) if parts else as_rows(method.rows).keeps_residual
 
 
 def rows_state(method: Compressor, gradient: Array) -> State:
