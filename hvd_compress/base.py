@@ -1,19 +1,15 @@
 """The contract between compression methods and the engines that carry their messages.
 
 A compressor never talks to a network.  ``Compressor.exchange(gradient, state, context)`` is a
-generator: it yields *requests*, an engine carries each of them out over all ranks and sends the
-*reply* back in, and at the end the generator returns an :class:`Outcome`::
+generator: it yields *requests* (:mod:`hvd_compress.requests`), an engine carries each of them out
+over all ranks and sends the *reply* back in, and at the end it returns an :class:`Outcome`::
 
     def exchange(self, gradient, state, context):
         total = yield Sum(gradient)
-        mean = total / context.size
-        return Outcome(mean=mean, sent=gradient, state=state)
+        return Outcome(mean=total / context.size, sent=gradient, state=state)
 
 All ranks run the same generator for the same tensor, so they yield the same kinds of request in
-the same order.  One generator therefore runs on every engine: the lockstep world inside one
-process (:mod:`hvd_compress.engines.lockstep`), Horovod under PyTorch, and whatever comes next.
-
-The type of a request says which collective carries it, see :mod:`hvd_compress.requests`.
+the same order.
 
 The laws that every method obeys (checked by :func:`hvd_compress.testing.check_laws`):
 
@@ -28,11 +24,6 @@ The laws that every method obeys (checked by :func:`hvd_compress.testing.check_l
 
 State is passed in and returned: a dict of arrays that belongs to one tensor on one rank.  After
 a successful exchange the old dict must not be used any more.
-
-Some methods keep entries for many tensors in common (:meth:`Compressor.common`).  One tensor, their
-home, has them in its state, so that they are saved, loaded and broadcast with it.  The owner of the
-states hands them to the exchange of every tensor that shares them, and puts what an exchange
-returns of them into the state of the home.
 """
 
 from __future__ import annotations
@@ -59,10 +50,8 @@ class Encoded(NamedTuple):
         sent: what receivers read in them: a flat array, or a ``Sparse``.
         state: the new state.
 
-    >>> coding, x = elements(top_k(0.5)), np.array([4.0, 1.0, 0.0, -2.0])
-    >>> encoded = coding.encode(x, {}, Context())
-    >>> encoded.message.size, encoded.sent
-    (32, Sparse(indices=array([0, 3]), values=array([ 4., -2.])))
+    >>> elements(top_k(0.5)).encode(np.array([4.0, 1.0, 0.0, -2.0]), {}, Context()).sent
+    Sparse(indices=array([0, 3]), values=array([ 4., -2.]))
     """
 
     message: Array
@@ -94,7 +83,7 @@ class Coding(Configurable, abc.ABC, kind="block"):
     """How a flat array (float32 or float64) becomes a message, by two functions that anybody may
     call: neither talks to a network, or changes an array that it was given.
 
-    ``context`` is the same on both ends, but for the rank: random choices are made of step, seed
+    ``context`` is the same on both ends, but for the rank: random choices follow from step, seed
     and name of the tensor, so that they need not be sent.
 
     >>> coding, x = elements(top_k(0.5)), np.array([4.0, 1.0, 0.0, -2.0])
@@ -374,7 +363,11 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     def common(self, gradient: Array) -> State:
         """Return the entries that this tensor shares with all others of the model for which this
         returns arrays of the same keys, dtypes, shapes and device, as they are before the first
-        exchange; they are not in :meth:`init`, and are equal on all ranks."""
+        exchange.
+
+        They are not in :meth:`init`, and are equal on all ranks.  One tensor, their home, has them
+        in its state; their owner hands them to the exchange of every tensor that shares them.
+        """
         return {}
 
     @abc.abstractmethod
@@ -388,10 +381,7 @@ class Compressor(Configurable, abc.ABC, kind="method"):
 
     def encode(self, gradient: Array, state: State, context: Context) -> Encoded:
         """Return this rank's contribution as a message that stands alone, for a server or a
-        transport of one's own::
-
-            message, sent, state = method.encode(gradient, state, Context(step=step))
-            arrived = method.decode(message, like=gradient, context=Context(step=step))
+        transport of one's own, which :meth:`decode` reads.
 
         What arrives is what was sent; of methods whose ranks gather messages or sum it is what
         :meth:`exchange` would return on a single rank, bit for bit.  In a step that is not finite,

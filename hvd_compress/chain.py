@@ -3,9 +3,6 @@
 ``chain(momentum_correction, error_feedback, via=allgather(top_k))`` reads in the order in which the
 blocks are applied to a gradient.  After the exchange the transforms ``settle`` in reverse order:
 that is how error feedback and momentum factor masking learn what was sent.
-
-The building blocks (``top_k``, ``error_feedback``, ``allgather`` ...) are classes with lower-case
-names, because they are written and read like functions.
 """
 
 from __future__ import annotations
@@ -186,17 +183,15 @@ class _Sending(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chain(Compressor, name="chain"):
-    """A method made of blocks: ``transforms``, in the order in which they are applied to a
-    gradient, and then ``via``, an aggregator.  :func:`chain` makes it.
+    """A method made of blocks, whose state it has; :func:`chain` makes it.
 
-    State: that of all its blocks.
+    Options:
+        transforms: in the order in which they are applied to a gradient.
+        via: an aggregator.
 
     Raises:
         ConfigError: blocks in an order that means nothing, or that do the same twice.
 
-    >>> method = chain(error_feedback(), via=allgather(top_k(0.5)))
-    >>> isinstance(method, Chain), method.init(np.zeros(3))
-    (True, {'residual': array([0., 0., 0.])})
     >>> chain(error_feedback(), momentum_correction(), via=allgather(top_k(0.5)))
     Traceback (most recent call last):
         ...
@@ -402,16 +397,11 @@ def _in_range(x: Array) -> Array:
 
 
 def chain(*transforms: Transform, via: Aggregator) -> Chain:
-    """Return a compressor made of blocks, written in one line::
-
-        chain(momentum_correction(0.9), error_feedback(), via=allgather(top_k(0.001)))
+    """Return a :class:`Chain`, written in one line.
 
     Args:
         transforms: in the order in which they are applied; any number of them.
         via: the aggregator.
-
-    Raises:
-        ConfigError: see :class:`Chain`.
 
     >>> world = World(chain(error_feedback(), via=allgather(top_k(0.5))), size=1)
     >>> [world.exchange([np.array([4.0, 3.0])])[0].mean.tolist() for step in range(2)]

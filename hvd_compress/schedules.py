@@ -1,14 +1,13 @@
-"""Densities that change during training.
+"""Densities that change during training: schedules map (step, epoch) to the fraction that is sent.
 
-A schedule maps (step, epoch) to the fraction of elements to send.  Sending 0.1 % from the first
-step on costs accuracy: early gradients change fast, and residuals become stale.  Lin et al.
-(ICLR 2018) therefore lower the density in stages while the learning rate warms up.
+Sending 0.1 % from the first step on costs accuracy: early gradients change fast, and residuals
+become stale.  Lin et al. (ICLR 2018) therefore lower the density in stages while the learning rate
+warms up.
 
 Stages advance by ``unit="step"`` (``stage_length`` optimizer steps each) or by ``unit="epoch"``,
-which needs ``compression.set_epoch(epoch)`` once per epoch.  Stages shorter than an epoch advance
-within one if parts of epochs are announced too, ``set_epoch(epoch + batch / batches)``; otherwise
-the first stage of an epoch lasts until its end.  A schedule by epochs that knows of none raises
-``ConfigError``.
+which needs ``compression.set_epoch(epoch)`` once per epoch, and raises ``ConfigError`` without.
+Stages shorter than an epoch advance within one if parts of epochs are announced too,
+``set_epoch(epoch + batch / batches)``; otherwise the first stage of an epoch lasts until its end.
 """
 
 from __future__ import annotations
@@ -113,14 +112,10 @@ class StagedWarmup(_Staged, name="staged"):
 @dataclasses.dataclass(frozen=True)
 class ExponentialWarmup(_Staged, name="exponential"):
     """A schedule of ``density ** ((stage + 1) / (stages + 1))`` for ``stages`` stages, and then
-    ``density``.
-
-    With 5 stages and density 0.001 this is the default of the authors' released code: 0.3162, 0.1,
-    0.03162, 0.01, 0.003162, 0.001.  It differs from the list in their paper.
+    ``density``: with 5 stages and density 0.001 the default of the authors' released code.
 
     Options:
-        unit: "step" or "epoch"; epochs must be announced, ``compression.set_epoch(epoch)``.
-        stage_length: of each stage, in these; more than 0, and may be a part of an epoch.
+        unit, stage_length: see :class:`StagedWarmup`.
         density: of the end, in (0, 1].
         stages: before it, 0 or more.
 
@@ -144,10 +139,7 @@ def warmup_to(
     density: float, *, steps: int | None = None, epochs: int | None = None
 ) -> StagedWarmup:
     """Return the paper's warm-up, spread over ``steps`` or ``epochs`` and ending at ``density``.
-
-    It begins with 25 %, however short it is.  If stages are shorter than an epoch, announce
-    fractional epochs, ``set_epoch(epoch + batch / batches)``, or give ``steps``: with whole epochs
-    the first stage of an epoch lasts until its end, which is safe and sends more.
+    It begins with 25 %, however short it is.
 
     Args:
         density: of the end, in (0, 1].

@@ -86,16 +86,14 @@ _RATE, _LOW, _HIGH = 1.008, 2 / 3, 4 / 3
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """One rank's part in a sum by regions.
+    """One rank's part in a sum by regions, each of which has as many entries, on average over the
+    ranks.
 
     Attributes:
-        n: elements of the tensor.
-        k: the result has about as many entries.
+        n, k: elements of the tensor, and about how many of the result.
         dtype: of the values, "float32" or "float64".
         context: of the exchange: rank, size and step.
-        threshold_every: steps from one exact threshold to the next.
-        indices: on the wire, see ``encode_sparse``.
-        values: on the wire: "float16", or "float32" for values as they are.
+        threshold_every, indices, values: as of :class:`ok_topk`.
     """
 
     n: int

@@ -38,12 +38,10 @@ class Chained(Compressor):
         return None
 
     def chain(self, gradient: Array, context: Context) -> Chain:
-        """Return the chain for this exchange of a tensor."""
         assert self.blocks is not None
         return self.blocks
 
     def template(self, gradient: Array) -> Chain:
-        """Return a chain that keeps the same state as those of all exchanges of the tensor."""
         return self.chain(gradient, Context())
 
     @property

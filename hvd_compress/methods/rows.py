@@ -1,8 +1,6 @@
-"""Rows of a matrix: how sparse gradients travel (embeddings in PyTorch, ``tf.IndexedSlices``).
+"""The rows of sparse gradients, those of embeddings: what the option ``rows`` of a method says.
 
-A rank has a gradient for the rows that it has touched in a step, and none for all others.  The
-option ``rows`` of a method says what is sent of these rows, whatever the method does with dense
-gradients:
+Such a gradient has values for the rows that were touched in a step, and none for all others:
 
 * ``"whole"``: everything, without loss.
 * ``"float16"``, ``"bfloat16"``: values in 16 bits; what is rounded off is lost.
@@ -17,8 +15,6 @@ sent of it is its new residual.  Rows that are not touched wait, and do not comp
 work of a step is proportional to the rows that it touches, and not to those of the matrix.
 
 State: ``residual``, dense, as large as the matrix, in the dtype in which gradients are accumulated.
-Sooner or later most rows wait for something, and then a sparse residual would take more memory, not
-less; and a row is found in a dense one without a search.
 
 References: Aji and Heafield, EMNLP 2017, for top-k; Seide et al., Interspeech 2014, for error
 feedback.  Differs from these in: whole rows are chosen, by their norms.

@@ -108,7 +108,6 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
         return Partition((rule(self._one_bit, min_size=self.min_size),), NoCompression())
 
     def chain(self, gradient: Array, context: Context) -> Chain:
-        """Return the chain for what is sent in one bit an element."""
         n = math.prod(backend_of(gradient).shape(gradient))
         return self._one_bit if n >= self.min_size else self._whole
 

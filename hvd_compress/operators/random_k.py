@@ -74,7 +74,6 @@ class random_k(Selector, name="random_k"):
         return np.sort(random.choice(n, k, replace=False, shuffle=False)).astype(np.int64)
 
     def select(self, x: Array, k: int | None, context: Context) -> Array:
-        """Return ascending indices (int64) of ``k`` elements of the flat array ``x``."""
         xp = backend_of(x)
         n = xp.size(x)
 

@@ -46,7 +46,6 @@ class top_k(Selector, name="top_k"):
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
 
     def count(self, n: int, context: Context) -> int:
-        """Return how many of ``n`` elements are selected, the same number on all ranks."""
         return count(n, density_at(self.density, context.step, context.epoch))
 
     def kept(self, d: int, context: Context) -> float:
@@ -55,7 +54,6 @@ class top_k(Selector, name="top_k"):
         return self.count(d, context) / d
 
     def select(self, x: Array, k: int | None, context: Context) -> Array:
-        """Return ascending indices (int64) of the ``k`` largest elements of the flat ``x``."""
         assert k is not None
         xp = backend_of(x)
         magnitude = xp.abs(x)
