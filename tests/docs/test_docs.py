@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hvd_compress
 from benchmarks import masking, steps_report
 from hvd_compress import DGC, RandomK, TopK, as_compressor, config, method_names
 from hvd_compress.cli.costs import costs, costs_of_defaults
-from hvd_compress.config import lookup
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.reduce import Reducer
 from hvd_compress.testing import check_laws
@@ -222,17 +220,6 @@ def test_what_pages_show_runs_on_two_ranks(pages, page):
     for file in files[page]:
         output = said[file]
         assert output.count(f"ran {file}") == ran[file], f"{file}, or before: {output[-5000:]}"
-
-
-def test_the_readme_counts_the_other_methods():
-    readme = (ROOT / "README.md").read_text()
-    table = readme.partition("## Methods")[2].partition("`hvd-compress methods` lists")[0]
-    named = {
-        as_compressor(getattr(hvd_compress, name)).name for name in re.findall(r"`(\w+)[(`]", table)
-    } | set(re.findall(r'"(\w+)": ', table))
-    # Other tests in this process register methods of their own.
-    ours = {n for n in method_names() if lookup("method", n).__module__.startswith("hvd_compress.")}
-    assert f"lists {len(ours - named)} more" in readme
 
 
 def test_links_lead_somewhere():
