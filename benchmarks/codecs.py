@@ -27,7 +27,7 @@ import numpy as np
 from hvd_compress import Context, codecs
 from hvd_compress.codecs import base
 from hvd_compress.kernels import codecs as loops
-from hvd_compress.operators.random_k import own_generator
+from hvd_compress.operators.at_random import own_generator
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--elements", type=int, default=25_500_000)

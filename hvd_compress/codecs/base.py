@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from hvd_compress.backends import Output, backend_of
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.kernels import is_compiled
+from hvd_compress.kernels import is_compiled, loops_of
 from hvd_compress.kernels.codecs import Finite, Loops, Sums, all_finite, as_loops_take
 from hvd_compress.operators.base import Classes
 
@@ -19,7 +21,7 @@ Array = Any
 
 class Coder(Protocol):
     """A maker and reader of the bytes of a codec, whose ``repr`` it has: the codec itself for NumPy
-    arrays, or loops for arrays in a device's memory, see :func:`hvd_compress.codecs.places.coded`.
+    arrays, or loops for arrays in a device's memory, see :func:`coded`.
     Bytes are in host memory either way."""
 
     def size(self, n: int, dtype: np.dtype) -> int:
@@ -229,3 +231,34 @@ class Codec(Configurable, abc.ABC, kind="block"):
     def bits_per_element(self, d: int) -> float:
         """Return the bits on the wire per element of an array of ``d`` float32."""
         return 8 * self.size(d, np.dtype(np.float32)) / d
+
+
+def coded(
+    codec: Codec,
+    function: Callable[..., Sequence[Any]],
+    inputs: Sequence[Any],
+    outputs: Sequence[Output],
+    like: Array,
+) -> list[Array]:
+    """``function`` of a :class:`~hvd_compress.codecs.base.Coder` and of ``inputs``: where there are
+    loops of ``codec`` for the memory that ``like`` is in, of arrays as they are; else on the host,
+    as in ``Backend.on_host``.
+
+    Bytes (uint8) are messages: ``function`` takes and returns them as NumPy arrays, and they stay
+    in host memory.
+    """
+    xp = backend_of(like)
+    loops = loops_of(like)
+    coder: Coder | None = None if loops is None else loops.placed(codec, like)
+    if coder is None:
+        return xp.on_host(functools.partial(function, codec), inputs, outputs, like)
+    arrays = [_bytes_to_numpy(x) for x in inputs]
+    results = function(coder, *arrays)
+    return [xp.from_numpy(x, None) if isinstance(x, np.ndarray) else x for x in results]
+
+
+def _bytes_to_numpy(x: Any) -> Any:
+    if isinstance(x, int):
+        return x
+    xp = backend_of(x)
+    return xp.to_numpy(x) if xp.dtype(x) == "uint8" else x

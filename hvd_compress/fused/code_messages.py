@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_compress.base import Context
 from hvd_compress.codecs import Codec
-from hvd_compress.operators.random_k import own_generator
+from hvd_compress.operators.at_random import own_generator
 from hvd_compress.sharding import shards_of
 from hvd_compress.wire.header import START, Header, Kind, failing, opened, padded
 

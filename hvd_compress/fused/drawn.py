@@ -19,7 +19,7 @@ from hvd_compress.fused.in_place import Arrays
 from hvd_compress.fused.messages import scattered
 from hvd_compress.fused.stages import StagedForm, StagedPlan
 from hvd_compress.kernels.codecs import all_finite
-from hvd_compress.operators.random_k import random_k, shared_generator
+from hvd_compress.operators.at_random import random_k, shared_generator
 from hvd_compress.requests import Request, Sum
 from hvd_compress.times import phase
 

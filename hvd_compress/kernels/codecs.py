@@ -248,7 +248,7 @@ def all_finite(x: np.ndarray) -> bool:
 
 def draw(random: np.random.Generator, out: np.ndarray) -> None:
     """Fill ``out`` (1-D, float32) as ``random.random(out=out, dtype=np.float32)`` does, for
-    benchmarks; ``random`` is that of :mod:`hvd_compress.operators.random_k`."""
+    benchmarks; ``random`` is that of :mod:`hvd_compress.operators.at_random`."""
     drawn = draws_of(random, out.size)
     if isinstance(drawn, np.ndarray):
         out[:] = drawn
@@ -272,9 +272,9 @@ def draws_of(random: np.random.Generator, n: int) -> Any:
 
 
 def place_of(random: np.random.Generator) -> tuple[list[int], list[int], int] | None:
-    """Return the place in the stream of a generator of :mod:`hvd_compress.operators.random_k` where
-    the next number of half a word begins: the key, the counter, and the halves of words that are
-    drawn of its block; ``None`` of another generator, or where there are no compiled loops."""
+    """Return the place in the stream of a generator of :mod:`~hvd_compress.operators.at_random`
+    where the next number of half a word begins: the key, the counter, and the halves of words that
+    are drawn of its block; ``None`` of another generator, or where there are no compiled loops."""
     generator = random.bit_generator
     if not is_compiled() or not isinstance(generator, np.random.Philox):
         return None
@@ -308,7 +308,7 @@ def move(random: np.random.Generator, place: tuple[list[int], list[int], int], n
 
 
 def words_of(random: np.random.Generator) -> tuple[list[int], list[int], int]:
-    """Return the place from which ``random``, that of :mod:`hvd_compress.operators.random_k`, draws
+    """Return the place from which ``random``, of :mod:`hvd_compress.operators.at_random`, draws
     its next whole word; see :func:`place_of`."""
     state: dict[str, Any] = dict(random.bit_generator.state)
     key, counter = (state["state"][name].tolist() for name in ("key", "counter"))
@@ -316,7 +316,7 @@ def words_of(random: np.random.Generator) -> tuple[list[int], list[int], int]:
 
 
 def skip(random: np.random.Generator, words: int) -> None:
-    """Move the generator of :mod:`hvd_compress.operators.random_k` on as if it had drawn so many
+    """Move the generator of :mod:`hvd_compress.operators.at_random` on as if it had drawn so many
     words."""
     if words == 0:
         return

@@ -8,6 +8,7 @@ else makes is its own coding.
 from hvd_compress.meetings.allgather import allgather
 from hvd_compress.meetings.allreduce import allreduce
 from hvd_compress.meetings.alltoall import alltoall
+from hvd_compress.meetings.averaging import whole
 from hvd_compress.meetings.codes import codes
 from hvd_compress.meetings.dense_until import dense_until
 from hvd_compress.meetings.drawn import drawn, gather_drawn
@@ -15,7 +16,6 @@ from hvd_compress.meetings.elements import elements
 from hvd_compress.meetings.leader_top_k import leader_top_k
 from hvd_compress.meetings.ok_topk import ok_topk
 from hvd_compress.meetings.power_sgd import power_sgd
-from hvd_compress.meetings.whole import whole
 
 __all__ = [
     "allgather",

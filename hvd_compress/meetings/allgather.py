@@ -17,11 +17,10 @@ from hvd_compress.codecs import Codec, logarithmic
 from hvd_compress.config import choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedAllgather, FusedElements, FusedTopK, dense_is_less
-from hvd_compress.meetings.averaging import gathered, summed, summed_densely
+from hvd_compress.meetings.averaging import gathered, summed, summed_densely, whole
 from hvd_compress.meetings.codes import codes
 from hvd_compress.meetings.elements import as_values, elements
 from hvd_compress.meetings.sparse_vectors import add_up
-from hvd_compress.meetings.whole import whole
 from hvd_compress.operators import Selector, random_k, top_k
 from hvd_compress.operators.base import Classes
 from hvd_compress.requests import Request, SparseSum

@@ -11,9 +11,8 @@ from hvd_compress.base import Array, Coding, Context, Form, State
 from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.config import choice
 from hvd_compress.fused import FusedDrawn, FusedSum
-from hvd_compress.meetings.averaging import summed
+from hvd_compress.meetings.averaging import summed, whole
 from hvd_compress.meetings.drawn import drawn
-from hvd_compress.meetings.whole import whole
 from hvd_compress.operators import random_k
 from hvd_compress.operators.base import IDENTITY, Classes
 from hvd_compress.requests import Request, Sum

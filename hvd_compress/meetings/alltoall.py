@@ -12,13 +12,12 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, State
 from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.codecs import Codec
-from hvd_compress.codecs.base import Coder
+from hvd_compress.codecs.base import Coder, coded
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
-from hvd_compress.codecs.places import coded
 from hvd_compress.errors import ConfigError
 from hvd_compress.fused import FusedAlltoall
 from hvd_compress.meetings.codes import codes
-from hvd_compress.operators.random_k import own_generator
+from hvd_compress.operators.at_random import own_generator
 from hvd_compress.requests import Alltoall, Gather, Request
 from hvd_compress.sharding import shards_of
 

@@ -10,11 +10,10 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, State
 from hvd_compress.codecs import Codec
-from hvd_compress.codecs.base import Coder
+from hvd_compress.codecs.base import Coder, coded
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
-from hvd_compress.codecs.places import coded
 from hvd_compress.errors import ConfigError
-from hvd_compress.operators.random_k import own_generator
+from hvd_compress.operators.at_random import own_generator
 
 
 @dataclasses.dataclass(frozen=True)

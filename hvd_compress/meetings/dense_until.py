@@ -10,8 +10,7 @@ from hvd_compress.base import Array, Coding, Context, Form, Place, Plan, Spec, S
 from hvd_compress.chain import Aggregated, Aggregator, Transform
 from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
-from hvd_compress.meetings.averaging import summed
-from hvd_compress.meetings.whole import whole
+from hvd_compress.meetings.averaging import summed, whole
 from hvd_compress.requests import Request
 from hvd_compress.schedules import Start, as_start, started
 

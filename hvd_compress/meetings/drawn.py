@@ -12,10 +12,9 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregator
 from hvd_compress.config import choice
-from hvd_compress.meetings.averaging import gathered, summed, summed_densely
-from hvd_compress.meetings.whole import whole
+from hvd_compress.meetings.averaging import gathered, summed, summed_densely, whole
+from hvd_compress.operators.at_random import own_generator, random_k, shared_generator
 from hvd_compress.operators.base import Classes
-from hvd_compress.operators.random_k import own_generator, random_k, shared_generator
 from hvd_compress.requests import Request
 from hvd_compress.wire.frame import decode_dense, encode_dense
 from hvd_compress.wire.header import padded

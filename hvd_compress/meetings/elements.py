@@ -15,7 +15,7 @@ from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.config import check_choice, choice, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators import Selector
-from hvd_compress.operators.random_k import own_generator
+from hvd_compress.operators.at_random import own_generator
 from hvd_compress.wire import (
     decode,
     decode_sparse,

@@ -17,11 +17,10 @@ from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.config import converted
 from hvd_compress.errors import PayloadError
-from hvd_compress.meetings.averaging import summed
+from hvd_compress.meetings.averaging import summed, whole
 from hvd_compress.meetings.elements import elements
-from hvd_compress.meetings.whole import whole
 from hvd_compress.operators import top_k
-from hvd_compress.operators.random_k import own_generator
+from hvd_compress.operators.at_random import own_generator
 from hvd_compress.requests import Gather, Request, Sum
 from hvd_compress.schedules import Density, as_density
 from hvd_compress.wire.frame import index_dtype

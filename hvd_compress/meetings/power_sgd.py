@@ -16,6 +16,7 @@ from hvd_compress.config import checked, choice, numbers
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedLowRank
 from hvd_compress.kernels.low_rank import matrix_shape
+from hvd_compress.meetings.averaging import whole
 from hvd_compress.meetings.factors import (
     left,
     of_unit_length,
@@ -25,8 +26,7 @@ from hvd_compress.meetings.factors import (
     rows_by_qr,
     without_zeros,
 )
-from hvd_compress.meetings.whole import whole
-from hvd_compress.operators.random_k import shared_generator
+from hvd_compress.operators.at_random import shared_generator
 from hvd_compress.requests import Batch, Request, Sum
 
 #: matrices of so many elements gain more from being multiplied together than copying them costs

@@ -42,7 +42,7 @@ from hvd_compress.methods.composed import MomentumAfter, Partition, Switch, part
 from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.ef21 import EF21
-from hvd_compress.methods.onebit_adam import OneBitAdamCompression
+from hvd_compress.methods.onebit import OneBitAdamCompression, ZeroOneAdamCompression
 from hvd_compress.methods.power_sgd import PowerSGD
 from hvd_compress.methods.quantised import (
     FP8,
@@ -54,7 +54,6 @@ from hvd_compress.methods.quantised import (
 )
 from hvd_compress.methods.signs import EFSignSGD, OneBit, SignSGD, Signum
 from hvd_compress.methods.sparsifiers import OkTopk, RandomK, ScaleCom, Threshold, TopK
-from hvd_compress.methods.zero_one_adam import ZeroOneAdamCompression
 
 __all__ = [
     "BF16",

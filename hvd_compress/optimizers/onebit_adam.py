@@ -1,4 +1,4 @@
-"""1-bit Adam, the optimizer (Tang et al., ICML 2021); its messages: ``methods/onebit_adam.py``."""
+"""1-bit Adam, the optimizer (Tang et al., ICML 2021); its messages: ``methods/onebit.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvd_compress.backends import Array, backend_of
-from hvd_compress.methods.onebit_adam import OneBitAdamCompression, check_freeze_step
+from hvd_compress.methods.onebit import OneBitAdamCompression, check_freeze_step
 from hvd_compress.optimizers.adam import FrozenAdam
 from hvd_compress.optimizers.base import Now, State
 

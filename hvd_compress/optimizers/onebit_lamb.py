@@ -1,5 +1,5 @@
 """1-bit LAMB (Li, Awan, Tang, Rajbhandari, He; 2021, arXiv 2104.06069), with the messages of 1-bit
-Adam: ``methods/onebit_adam.py``."""
+Adam: ``methods/onebit.py``."""
 
 from __future__ import annotations
 

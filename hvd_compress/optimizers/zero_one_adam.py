@@ -1,4 +1,4 @@
-"""0/1 Adam, the optimizer (Lu et al., ICLR 2023); its messages: ``methods/zero_one_adam.py``."""
+"""0/1 Adam, the optimizer (Lu et al., ICLR 2023); its messages: ``methods/onebit.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 
 from hvd_compress.backends import Array, backend_of
-from hvd_compress.methods.zero_one_adam import ZeroOneAdamCompression
+from hvd_compress.methods.onebit import ZeroOneAdamCompression
 from hvd_compress.optimizers.adam import MOMENTS, FrozenAdam
 from hvd_compress.optimizers.base import Now, Slot, State
 
@@ -30,7 +30,7 @@ class ZeroOneAdam(FrozenAdam):
     Options:
         lr, betas, eps, weight_decay, bias_correction: as for ``OneBitAdam``.
         var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper: see
-            :class:`~hvd_compress.methods.zero_one_adam.ZeroOneAdamCompression`.
+            :class:`~hvd_compress.methods.onebit.ZeroOneAdamCompression`.
 
     Reference: Lu, Li, Zhang, De Sa, He, ICLR 2023, arXiv 2202.06009.
 

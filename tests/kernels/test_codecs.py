@@ -15,7 +15,7 @@ from hvd_compress.kernels import codecs as loops
 from hvd_compress.kernels import reference
 from hvd_compress.kernels.bitpacking import pack_digits
 from hvd_compress.kernels.codecs import Sums
-from hvd_compress.operators.random_k import own_generator
+from hvd_compress.operators.at_random import own_generator
 from tests.kernels.test_kernels import unaligned
 
 CODECS = [

@@ -34,7 +34,7 @@ from hvd_compress.fused import code_messages
 from hvd_compress.kernels import codecs as loops
 from hvd_compress.kernels import reference
 from hvd_compress.meetings import allgather, alltoall
-from hvd_compress.operators.random_k import own_generator
+from hvd_compress.operators.at_random import own_generator
 from hvd_compress.reduce import Reducer
 from hvd_compress.torch import backend
 from hvd_compress.transforms import error_feedback

@@ -18,7 +18,7 @@ from hvd_compress.base import Context
 from hvd_compress.engines.lockstep import World, replies_to
 from hvd_compress.errors import MismatchError, PayloadError
 from hvd_compress.integrations import environment
-from hvd_compress.meetings.whole import whole
+from hvd_compress.meetings.averaging import whole
 from hvd_compress.methods.rows import as_rows, exchange_rows
 from hvd_compress.reduce import buckets
 from hvd_compress.requests import Alltoall, Gather, Neighbors

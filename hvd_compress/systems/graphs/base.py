@@ -24,7 +24,7 @@ from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.floats import plain
 from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
-from hvd_compress.meetings.whole import whole
+from hvd_compress.meetings.averaging import whole
 from hvd_compress.requests import Neighbors
 from hvd_compress.systems.base import (
     Arrays,
