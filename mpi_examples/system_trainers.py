@@ -114,7 +114,7 @@ class Served(Trainer):
         """On the server, what it sent in the whole run."""
         if self.worker.is_server:
             return self.worker.stats().bytes_down
-        return self.worker.server.bytes_sent
+        return self.worker.bytes_sent
 
 
 def trainer_of(system: System, model: torch.nn.Module, steps: int) -> Trainer:

@@ -19,8 +19,9 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.errors import CollectiveTimeout, PayloadError
-from hvd_compress.systems.servers import SGD, Rules, Simulation
+from hvd_compress.systems.servers import SGD, Rules
 from tests.systems.servers import STEPS, TIMEOUT
+from tests.systems.servers.simulation import Simulation
 
 WORLD = mpi.MPI.COMM_WORLD
 FOLDER = [Path(sys.argv[2])]

@@ -18,8 +18,9 @@ from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.errors import MismatchError
 from hvd_compress.requests import Alltoall, Broadcast, Gather, Neighbors
 from hvd_compress.systems import Coordinator
-from hvd_compress.systems.servers import SGD, Simulation
+from hvd_compress.systems.servers import SGD
 from hvd_compress.systems.teachers import Codistiller
+from tests.systems.servers.simulation import Simulation
 
 SIZE, LR = 4, 0.1
 NAMES = ("a", "b", "c")

@@ -5,39 +5,28 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from hvd_compress import mpi
 from hvd_compress.config import build
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.process_sets import global_process_set
 from hvd_compress.systems.base import Arrays
-from hvd_compress.systems.servers import Rules, ServerStats
+from hvd_compress.systems.servers import Rules
+from hvd_compress.systems.servers.mpi import workers
 
 from ..parameters import Parameter, check_model, names_of_parameters
 from ..systems.optimizer import is_distributed
 
-T = TypeVar("T")
-S = TypeVar("S", bound="ServedModel")
 
+class ServedModel(workers.Serving):
+    """A model whose parameters are moved to ``parameters``, the arrays, and back."""
 
-class ServedModel:
-    """A model whose parameters are moved to the arrays of ``server``, which subclasses make, and
-    back.
-
-    Attributes:
-        server: an object of :mod:`hvd_compress.mpi`, on arrays.
-        is_server: whether this rank serves.
-        rank, size: the number of this worker, and of all workers; shares of the data go by these.
-    """
-
-    server: Any
-
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _take(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Arrays:
+        """Take a model with its optimizer, and return the arrays of what is trained."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(
                 f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
@@ -64,43 +53,18 @@ class ServedModel:
                 "no parameter of the optimizer is trained: set requires_grad before the workers "
                 "are made, since the server owns what is trained then"
             )
+        return self._arrays()
 
-    def _arrays(self) -> dict[str, np.ndarray]:
+    def _arrays(self) -> Arrays:
         return {name: as_array(p) for name, p in self._parameters.items()}
-
-    @property
-    def is_server(self) -> bool:
-        return self.server.is_server
-
-    @property
-    def rank(self) -> int:
-        return self.server.rank
-
-    @property
-    def size(self) -> int:
-        return self.server.size
-
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the loader's batches on workers, as long as the server lives; none on it."""
-        return self.server.batches(loader)
-
-    def stats(self) -> ServerStats:
-        """Return what the server has counted, on every rank, after the ``with`` statement."""
-        return self.server.stats()
 
     @torch.no_grad()
     def _load(self) -> None:
         for name, p in self._parameters.items():
-            p.copy_(torch.from_numpy(self.server.parameters[name]))
+            p.copy_(torch.from_numpy(self.parameters[name]))
 
-    def __enter__(self: S) -> S:
-        self.server.__enter__()
-        if self.is_server:
-            self._load()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.server.__exit__(*error)
+    def _assemble(self) -> None:
+        super()._assemble()
         self._load()
 
 
@@ -146,14 +110,14 @@ def parameter_server(
     return Worker(model, optimizer, worker_timeout, seed, rules)
 
 
-class Worker(ServedModel):
+class Worker(ServedModel, workers.ParameterServer):
     """This rank's part; see :func:`parameter_server`.
 
     Attributes:
+        is_server: whether this rank serves.
+        rank, size: the number of this worker, and of all workers; shares of the data go by these.
         taken: whether the server has used the last gradient.
     """
-
-    server: mpi.ParameterServer
 
     def __init__(
         self,
@@ -163,9 +127,9 @@ class Worker(ServedModel):
         seed: int,
         rules: dict[str, Any],
     ) -> None:
-        super().__init__(model, optimizer)
+        arrays = self._take(model, optimizer)
         more = ("worker_timeout", "seed")
-        method = build(Rules, rules, "parameter_server", more).compression
+        method = build(Rules, rules, "parameter server", more).compression
         momentum: Any = 0.0
         nesterov: Any = False
         if method.takes_momentum:
@@ -176,8 +140,8 @@ class Worker(ServedModel):
                     "same for all parameters; use for instance compression='topk:density=0.01'"
                 )
             momentum, nesterov = found.pop()
-        self.server = mpi.ParameterServer(
-            self._arrays(),
+        super().__init__(
+            arrays,
             _OnServer(optimizer, self._names, bool(method.takes_momentum)),
             worker_timeout=worker_timeout,
             seed=seed,
@@ -188,11 +152,7 @@ class Worker(ServedModel):
         )
         self._load()
 
-    @property
-    def taken(self) -> bool:
-        return self.server.taken
-
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # the model has gradients
         """Send the gradients of the model's parameters, wait until this worker may go on, and give
         the model the new parameters.  A parameter that has no gradient on any worker stays as it
         is."""
@@ -201,13 +161,7 @@ class Worker(ServedModel):
             if p.grad is not None and p.grad.is_sparse:
                 raise UnsupportedError(f"the gradient of {name!r} is sparse: use sparse=False")
             gradients[name] = None if p.grad is None else as_array(p.grad)
-        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        self.server.step(gradients, rates)
-        self._load()
-
-    def set_epoch(self, epoch: float) -> None:
-        """Announce the epoch, for compressions with schedules by epoch."""
-        self.server.set_epoch(epoch)
+        super().step(gradients, [float(group["lr"]) for group in self._optimizer.param_groups])
 
 
 class _OnServer:
@@ -261,7 +215,7 @@ class _OnServer:
         return made
 
 
-class AsynchronousLeaderSGD(ServedModel):
+class AsynchronousLeaderSGD(ServedModel, workers.AsynchronousLeaderSGD):
     """Leader SGD whose workers take steps at their own speed; a collective, after ``hvd.init()``::
 
         with hvd.AsynchronousLeaderSGD(model, optimizer, local_every=4) as worker:
@@ -294,24 +248,21 @@ class AsynchronousLeaderSGD(ServedModel):
     hvd_compress.errors.ConfigError: AsynchronousLeaderSGD on 1 rank: there must be a server and ...
     """
 
-    server: mpi.AsynchronousLeaderSGD
-
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
     ) -> None:
-        super().__init__(model, optimizer)
         comm = global_process_set.communicator
-        self.server = mpi.AsynchronousLeaderSGD(self._arrays(), comm=comm, **options)
+        super().__init__(self._take(model, optimizer), comm=comm, **options)
         self._load()
 
-    def step(self, loss: Any) -> None:
+    def step(self, loss: Any) -> None:  # type: ignore[override]  # the model has parameters
         """Let the optimizer step on this worker's gradients, and tell the server.
 
         Args:
             loss: of the batch, a number or a tensor of one element.
         """
         self._optimizer.step()
-        self.server.step(self._arrays(), float(torch.as_tensor(loss).detach()))
+        super().step(self._arrays(), float(torch.as_tensor(loss).detach()))
         self._load()
-        if self.server.recovered:  # momentum would lead to NaN again
+        if self.recovered:  # momentum would lead to NaN again
             self._optimizer.state.clear()

@@ -1,15 +1,12 @@
 """A parameter server: one rank owns the parameters and steps, the others compute gradients.
 
 Here is all that needs no network: :class:`Server` and :class:`Link` are the two ends, which take
-and return messages, and :class:`Simulation` runs them in one process in a scripted order.
-:class:`hvd_compress.mpi.ParameterServer` runs them over MPI.
+and return messages.  :class:`hvd_compress.mpi.ParameterServer` runs them over MPI.
 """
 
 from hvd_compress.systems.servers.messages import ServerStats
 from hvd_compress.systems.servers.optimizers import SGD, Adam
-from hvd_compress.systems.servers.rules import Rules
-from hvd_compress.systems.servers.server import Link, Server
-from hvd_compress.systems.servers.simulation import Simulation
+from hvd_compress.systems.servers.server import Link, Rules, Server
 
 __all__ = [
     "SGD",
@@ -18,5 +15,4 @@ __all__ = [
     "Rules",
     "Server",
     "ServerStats",
-    "Simulation",
 ]

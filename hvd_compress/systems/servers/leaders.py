@@ -33,6 +33,7 @@ from hvd_compress.systems.servers.messages import (
     WorkerEnd,
     arrays_of,
     bytes_of,
+    encode,
 )
 
 
@@ -98,17 +99,7 @@ class LeaderServer(ServerEnd):
         self._has = dict.fromkeys([(w, role) for w in self.active for role in self._pulls], 0)
         self._last: dict[int, Arrays] = {}  # parameters of workers that have left
 
-    def _left(self, worker: int, parts: Sequence[np.ndarray]) -> None:
-        if parts:
-            own = arrays_of(parts, self.parameters, f"worker {worker}")
-            self.stats.non_finite += not all_finite(own)
-            self._last[worker] = own
-
-    def _returned(self, worker: int, message: ServerMessage) -> list[Reply]:
-        self.active.add(worker)
-        return self._pushed(worker, message)
-
-    def _pushed(self, worker: int, message: ServerMessage) -> list[Reply]:
+    def _pushed(self, worker: int, message: ServerMessage, is_back: bool) -> list[Reply]:
         head, *parts = message.parts
         self._losses[worker].append(float(head.view("<f8")[0]))
         self._count += 1
@@ -122,10 +113,10 @@ class LeaderServer(ServerEnd):
         self._choose()
         return [self._reply(worker)]
 
-    def _last_parameters(self) -> Arrays:
-        """Return the mean of the workers' last parameters, of those that left without an error.
-        Workers with a NaN or Inf are left out.  If nobody is left, the last leader's parameters
-        stand for the mean."""
+    def end(self) -> np.ndarray:
+        """Return the last frame, with the mean of the last parameters of the workers that left
+        without an error.  Workers with a NaN or Inf are left out.  If nobody is left, the last
+        leader's parameters stand for the mean."""
         everyone = [own for _, own in sorted(self._last.items())]
         found = [own for own in everyone if all_finite(own)]
         if not found and self._leader:
@@ -134,7 +125,8 @@ class LeaderServer(ServerEnd):
         found = found or everyone or [self.parameters]
         first, *others = found
         totals = {name: sum((own[name] for own in others), x) for name, x in first.items()}
-        return {name: (x / len(found)).astype(x.dtype) for name, x in totals.items()}
+        self.parameters = {name: (x / len(found)).astype(x.dtype) for name, x in totals.items()}
+        return super().end()
 
     def _led(self, worker: int, role: Role) -> tuple[int, ...]:
         """Return the group whose leader a worker is, or has, in a role."""
@@ -142,7 +134,11 @@ class LeaderServer(ServerEnd):
             return ()
         return next(group for group in self._groups if worker in group)
 
-    def _without(self, worker: int) -> list[Reply]:
+    def _without(self, worker: int, parts: Sequence[np.ndarray] = ()) -> list[Reply]:
+        if parts:
+            own = arrays_of(parts, self.parameters, f"worker {worker}")
+            self.stats.non_finite += not all_finite(own)
+            self._last[worker] = own
         self._asked.pop(worker, None)
         return super()._without(worker)
 
@@ -212,8 +208,9 @@ class LeaderLink(WorkerEnd):
         self.parameters = {name: np.array(parameters[name]) for name in self.parameters}
         return self._sent(ServerMessage(MessageKind.REPORT, parts=parts))
 
-    def _last_parts(self) -> list[np.ndarray]:
-        return [bytes_of(x) for x in self.parameters.values()]
+    def leave(self, *, failed: bool = False) -> np.ndarray:
+        parts = [] if failed else [bytes_of(x) for x in self.parameters.values()]
+        return encode(ServerMessage(MessageKind.LEAVE, int(failed), parts=parts), self._tag)
 
     def _replied(self, message: ServerMessage) -> None:
         self._asked = Role(message.flag & int(Role.GROUP | Role.ALL))

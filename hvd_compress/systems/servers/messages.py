@@ -211,14 +211,14 @@ class ServerEnd(abc.ABC):
         if message.kind is MessageKind.LEAVE:
             if message.flag:
                 self.stats.failed.append(worker)
-            self._left(worker, message.parts)
-            return self._without(worker)
+            return self._without(worker, message.parts)
         self.stats.bytes_up += frame.nbytes
         self.stats.pushes += 1
-        if worker in self.active:
-            return self._pushed(worker, message)
-        self.stats.returned.append(worker)
-        return self._returned(worker, message)
+        is_back = worker not in self.active
+        if is_back:
+            self.stats.returned.append(worker)
+            self.active.add(worker)
+        return self._pushed(worker, message, is_back)
 
     def lose(self, worker: int) -> list[Reply]:
         """Do without a worker that was silent too long; if it comes back, it goes on from the
@@ -229,7 +229,7 @@ class ServerEnd(abc.ABC):
 
     def end(self) -> np.ndarray:
         """Return the last frame, with the last parameters and the statistics."""
-        arrays = [bytes_of(x) for x in self._last_parameters().values()]
+        arrays = [bytes_of(x) for x in self.parameters.values()]
         return encode(
             ServerMessage(MessageKind.END, parts=[self.stats.to_bytes(), *arrays]), self._tag
         )
@@ -239,25 +239,14 @@ class ServerEnd(abc.ABC):
         self.stats.bytes_down += frame.nbytes
         return Reply(worker, frame)
 
-    def _last_parameters(self) -> Arrays:
-        return self.parameters
-
-    def _left(self, worker: int, parts: Sequence[np.ndarray]) -> None:
-        """Take what goes with the news that a worker leaves."""
-        return
-
-    def _without(self, worker: int) -> list[Reply]:
-        """Go on without a worker."""
+    def _without(self, worker: int, parts: Sequence[np.ndarray] = ()) -> list[Reply]:
+        """Go on without a worker; ``parts`` came with the news that it leaves."""
         self.active.discard(worker)
         return []
 
     @abc.abstractmethod
-    def _pushed(self, worker: int, message: ServerMessage) -> list[Reply]:
-        """Take what a worker has pushed."""
-
-    @abc.abstractmethod
-    def _returned(self, worker: int, message: ServerMessage) -> list[Reply]:
-        """Take up a worker that was taken for lost."""
+    def _pushed(self, worker: int, message: ServerMessage, is_back: bool) -> list[Reply]:
+        """Take what a worker has pushed, which was taken for lost if it ``is_back``."""
 
 
 class WorkerEnd(abc.ABC):
@@ -276,8 +265,7 @@ class WorkerEnd(abc.ABC):
 
     def leave(self, *, failed: bool = False) -> np.ndarray:
         """Return the frame that says that this worker sends no more."""
-        parts = [] if failed else self._last_parts()
-        return encode(ServerMessage(MessageKind.LEAVE, int(failed), parts=parts), self._tag)
+        return encode(ServerMessage(MessageKind.LEAVE, int(failed)), self._tag)
 
     def receive(self, frame: np.ndarray) -> bool:
         """Take a frame of the server, and return whether it is the one that was waited for: a reply
@@ -302,10 +290,6 @@ class WorkerEnd(abc.ABC):
         frame = encode(message, self._tag)
         self.bytes_sent += frame.nbytes
         return frame
-
-    def _last_parts(self) -> Sequence[np.ndarray]:
-        """Return what goes with the news that this worker leaves."""
-        return []
 
     @abc.abstractmethod
     def _replied(self, message: ServerMessage) -> None:

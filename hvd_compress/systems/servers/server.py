@@ -1,17 +1,22 @@
-"""The two ends of a parameter server: which gradients count, and which workers may go on."""
+"""The two ends of a parameter server: which gradients count, how they are sent, and which workers
+may go on."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from hvd_compress.base import State
-from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.base import Compressor, Context, State
+from hvd_compress.config import Configurable, check_choice, check_whole, converted
+from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
+from hvd_compress.methods import NoCompression
 from hvd_compress.optimizers.base import Formula
-from hvd_compress.systems.base import Arrays, all_finite
-from hvd_compress.systems.servers.coding import coder_of
+from hvd_compress.systems.base import Arrays, all_finite, checked_compression
 from hvd_compress.systems.servers.messages import (
     MessageKind,
     Reply,
@@ -22,7 +27,142 @@ from hvd_compress.systems.servers.messages import (
     bytes_of,
 )
 from hvd_compress.systems.servers.optimizers import ArrayOptimizer, ServerOptimizer
-from hvd_compress.systems.servers.rules import Rules
+
+_as_compression = functools.partial(checked_compression, sent="a server takes gradients")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules(Configurable, kind="parameter server", name="rules"):
+    """The rules of a parameter server with n workers.
+
+    A worker sends a gradient and gets parameters back; the reply comes when the worker may begin
+    its next step.
+
+    Args:
+        mode: "sync": a step is the mean of the first n - ``backup`` gradients at the current
+            parameters.  "async": every gradient is a step, as soon as it arrives.
+        backup: of "sync": that many workers may be late; what arrives for a step that is over is
+            dropped.
+        compression: of gradients, with the worker's residual.
+
+    Raises:
+        ConfigError: an option makes no sense, or two of them do not go together.
+
+    Reference: Li et al., OSDI 2014; Chen et al., 2016 (backup workers).
+
+    >>> Rules(backup=1, compression="topk:density=0.01").mode
+    'sync'
+    """
+
+    mode: str = "sync"
+    backup: int = 0
+    compression: Compressor = dataclasses.field(
+        default=NoCompression(), metadata=converted(_as_compression)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("mode", self.mode, ("sync", "async"))
+        check_whole("backup", self.backup, 0)
+        if self.backup and self.mode != "sync":
+            raise ConfigError(f"backup={self.backup} needs mode='sync': in 'async' nobody waits")
+
+    def check_workers(self, workers: int) -> None:
+        """Raise ``ConfigError`` unless the rules work with so many workers."""
+        if self.backup >= workers:
+            raise ConfigError(
+                f"backup={self.backup} of {workers} workers: a step takes a gradient of one at "
+                f"least, so backup can be up to {workers - 1} here"
+            )
+
+
+class LinkCoder:
+    """Both ends of the way of one worker's gradients, each tensor of which is a message of its own;
+    for the options see :class:`Server`."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        worker: int,
+        *,
+        seed: int = 0,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        self.method = rules.compression
+        # Workers draw different random numbers, which the server can draw again.
+        self._context = Context(seed=seed * 2**20 + worker)
+        if self.method.takes_momentum:
+            self._context = self._context._replace(momentum=momentum, nesterov=nesterov)
+
+    def encode(
+        self, arrays: Mapping[str, np.ndarray], states: Mapping[str, State], step: int, epoch: float
+    ) -> tuple[list[np.ndarray], dict[str, State]]:
+        """Return the parts of a message of arrays by name, and the new states; ``states`` lacks
+        those of tensors that were never sent."""
+        parts, after, context = [], {}, self._in_step(step, epoch)
+        if self.method.needs_gradient_norm:
+            squares = [float(np.sum(np.square(x, dtype=float))) for x in arrays.values()]
+            context = context._replace(gradient_norm=math.sqrt(sum(squares)))
+        for name, x in arrays.items():
+            if not x.size:
+                continue
+            method = self._method(name, x)
+            state = states.get(name)
+            state = method.init(x) if state is None else state
+            try:
+                encoded = method.encode(x, state, context._replace(name=name))
+            except UnsupportedError as error:
+                raise _refused(method, str(error)) from None
+            parts.append(encoded.message)
+            after[name] = encoded.state
+        return parts, after
+
+    def decode(
+        self,
+        parts: Iterator[np.ndarray],
+        like: Mapping[str, np.ndarray],
+        step: int,
+        epoch: float,
+        sender: str,
+    ) -> Arrays:
+        """Return arrays of the shapes and dtypes of ``like`` from the parts of a message.
+
+        Raises:
+            PayloadError: the parts are not what the method would have sent.
+        """
+        found, context = {}, self._in_step(step, epoch)
+        for name, shape in like.items():
+            if not shape.size:
+                found[name] = shape
+                continue
+            if (part := next(parts, None)) is None:
+                raise PayloadError(f"bad payload from {sender}, {name!r}: a part is missing")
+            method = self._method(name, shape)
+            try:
+                found[name] = method.decode(part, shape, context._replace(name=name))
+            except PayloadError as error:
+                text = str(error).replace(f"rank {context.rank}", f"{sender}, {name!r}", 1)
+                raise PayloadError(text) from None
+        if next(parts, None) is not None:
+            raise PayloadError(f"bad payload from {sender}: parts that belong to no parameter")
+        return found
+
+    def _method(self, name: str, x: np.ndarray) -> Compressor:
+        method = self.method.for_tensor(name, x.shape)
+        if method.common(x):
+            raise _refused(method, "its tensors share a state")
+        return method
+
+    def _in_step(self, step: int, epoch: float) -> Context:
+        return self._context._replace(step=step, epoch=None if math.isnan(epoch) else epoch)
+
+
+def _refused(method: Compressor, reason: str) -> ConfigError:
+    return ConfigError(
+        f"compression={method.name!r} cannot be sent to a server: {reason}; use a method whose "
+        "messages stand alone, such as 'topk', 'dgc:small=sparse', 'efsignsgd' or 'fp16'"
+    )
 
 
 class Server(ServerEnd):
@@ -33,9 +173,9 @@ class Server(ServerEnd):
         optimizer: steps on them; or a formula to step by.
         workers: the numbers of the workers, all of which know ``parameters``.
         rules: the same at all workers.
-        seed: of random numbers that servers and workers share.
-        momentum, nesterov: for compressions that take momentum over, so that ``optimizer`` must
-            have none.
+        options: ``seed``, of random numbers that servers and workers share; ``momentum`` and
+            ``nesterov``, for compressions that take momentum over, so that ``optimizer`` must have
+            none.
 
     Attributes:
         parameters: those of now.
@@ -56,10 +196,7 @@ class Server(ServerEnd):
         optimizer: Formula | ServerOptimizer,
         workers: Iterable[int],
         rules: Rules,
-        *,
-        seed: int = 0,
-        momentum: float = 0.0,
-        nesterov: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(parameters, workers, rules)
         self.rules = rules
@@ -69,15 +206,21 @@ class Server(ServerEnd):
         self._version = 0
         self._base = dict.fromkeys(self.active, 0)  # the version that a worker has
         self._arrived: dict[int, tuple[Arrays | None, list[float]]] = {}  # of this step
-        self._coders = {w: coder_of(rules, w, seed, momentum, nesterov) for w in self.active}
+        self._coders = {w: LinkCoder(rules, w, **options) for w in self.active}
 
-    # -- what happens -------------------------------------------------------------------------
-
-    def _pushed(self, worker: int, message: ServerMessage) -> list[Reply]:
+    def _pushed(self, worker: int, message: ServerMessage, is_back: bool) -> list[Reply]:
+        if is_back:
+            self.stats.dropped[worker] += 1
+            return [self._reply(worker, False)]
         sender = f"worker {worker}"
         parts = iter(message.parts)
         epoch, *rates = next(parts).view("<f8").tolist()
-        names = self._named(next(parts, None) if message.flag else None, sender)
+        names = list(self.parameters)
+        if message.flag:  # one mark for each parameter
+            marks = next(parts, np.empty(0))
+            if marks.size != len(names):
+                raise PayloadError(f"bad payload from {sender}: {marks.size} marks for {names}")
+            names = [name for name, is_there in zip(names, marks, strict=True) if is_there]
         if self.rules.mode == "sync" and self._base[worker] != self._version:
             self.stats.dropped[worker] += 1  # it is of a step that is over
             self.waiting[worker] = False
@@ -89,63 +232,38 @@ class Server(ServerEnd):
         self.waiting[worker] = found is not None
         if self.rules.mode == "sync":
             self._arrived[worker] = found, rates
-        else:
-            self._apply(worker, found, rates)
+        elif found is not None:
+            self.stats.staleness[self._version - self._base[worker]] += 1
+            self.optimizer.step(self.parameters, found, rates)
+            self.stats.updates += 1
+            self._version += 1
         return self._due()
 
-    def _named(self, mask: np.ndarray | None, sender: str) -> list[str]:
-        """Return the names of the parameters of which a message has a gradient."""
-        names = list(self.parameters)
-        if mask is None:
-            return names
-        if mask.size != len(names):
-            raise PayloadError(f"bad payload from {sender}: {mask.size} marks for {names}")
-        return [name for name, is_there in zip(names, mask, strict=True) if is_there]
-
-    def _without(self, worker: int) -> list[Reply]:
+    def _without(self, worker: int, parts: Sequence[np.ndarray] = ()) -> list[Reply]:
         super()._without(worker)
         self.waiting.pop(worker, None)
         self._arrived.pop(worker, None)
         return self._due()
 
-    def _returned(self, worker: int, message: ServerMessage) -> list[Reply]:
-        self.stats.dropped[worker] += 1
-        self.active.add(worker)
-        return [self._reply(worker, False)]
-
-    # -- gradients ----------------------------------------------------------------------------
-
-    def _step_together(self) -> None:
-        """Step along the mean of what has arrived, added in the order of the workers.  A gradient
-        that only some have counts as zero on the others; without any there is no step."""
-        found = {w: own for w, (own, _) in sorted(self._arrived.items()) if own is not None}
-        if found:
-            self.stats.staleness[0] += len(found)
-            mean = {}
-            for name in self.parameters:
-                if parts := [own[name] for own in found.values() if name in own]:
-                    mean[name] = sum(parts[1:], parts[0]) / len(found)
-            self.optimizer.step(self.parameters, mean, self._arrived[next(iter(found))][1])
-            self.stats.updates += 1
-        self._arrived.clear()
-        self._version += 1
-
-    def _apply(self, worker: int, gradients: Arrays | None, rates: list[float]) -> None:
-        """Step along one gradient."""
-        if gradients is None:
-            return
-        self.stats.staleness[self._version - self._base[worker]] += 1
-        self.optimizer.step(self.parameters, gradients, rates)
-        self.stats.updates += 1
-        self._version += 1
-
-    # -- replies ------------------------------------------------------------------------------
-
     def _due(self) -> list[Reply]:
-        """Step if that is due, and return the replies to all who may go on."""
+        """Step if that is due, and return the replies to all who may go on.
+
+        A common step is along the mean of what has arrived, added in the order of the workers.  A
+        gradient that only some have counts as zero on the others; without any there is no step.
+        """
         enough = max(1, len(self.active) - self.rules.backup)
         if self.rules.mode == "sync" and len(self._arrived) >= enough:
-            self._step_together()
+            found = {w: own for w, (own, _) in sorted(self._arrived.items()) if own is not None}
+            if found:
+                self.stats.staleness[0] += len(found)
+                mean = {}
+                for name in self.parameters:
+                    if parts := [own[name] for own in found.values() if name in own]:
+                        mean[name] = sum(parts[1:], parts[0]) / len(found)
+                self.optimizer.step(self.parameters, mean, self._arrived[next(iter(found))][1])
+                self.stats.updates += 1
+            self._arrived.clear()
+            self._version += 1
         free = [w for w in self.waiting if w not in self._arrived]
         return [self._reply(w, self.waiting.pop(w)) for w in sorted(free)]
 
@@ -161,7 +279,7 @@ class Link(WorkerEnd):
     Args:
         parameters: those that the server owns, as it has them in the beginning.
         worker: the worker's number.
-        rules, seed, momentum, nesterov: those of the server.
+        rules, options: those of the server.
 
     Attributes:
         parameters: as this worker knows them.
@@ -182,15 +300,12 @@ class Link(WorkerEnd):
         parameters: Mapping[str, np.ndarray],
         worker: int,
         rules: Rules,
-        *,
-        seed: int = 0,
-        momentum: float = 0.0,
-        nesterov: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(parameters, rules)
         self.states: dict[str, State] = {}
         self.taken = True
-        self._coder = coder_of(rules, worker, seed, momentum, nesterov)
+        self._coder = LinkCoder(rules, worker, **options)
         self._pending: dict[str, State] | None = None
         self._pushes = 0
 
@@ -216,11 +331,12 @@ class Link(WorkerEnd):
         parts = [np.array([known, *rates]).view(np.uint8)]
         if is_partial := len(ordered) < len(self.parameters):
             parts.append(np.array([name in ordered for name in self.parameters], np.uint8))
-        encoded = self._coder.encode(ordered, self.states, self._pushes, known)
-        self._pending = {**self.states, **encoded.states}
-        parts += encoded.parts
-        self._pushes += 1
-        return self._sent(ServerMessage(MessageKind.PUSH, int(is_partial), self._pushes - 1, parts))
+        number = self._pushes
+        coded, states = self._coder.encode(ordered, self.states, number, known)
+        self._pending, self._pushes = {**self.states, **states}, number + 1
+        return self._sent(
+            ServerMessage(MessageKind.PUSH, int(is_partial), number, [*parts, *coded])
+        )
 
     def _replied(self, message: ServerMessage) -> None:
         self.parameters = arrays_of(message.parts, self.parameters, "the server")

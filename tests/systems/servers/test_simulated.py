@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_compress import as_compressor, method_names
+from hvd_compress.base import Context, Sparse
 from hvd_compress.engines import lockstep
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.methods import NoCompression
@@ -17,17 +18,17 @@ from hvd_compress.systems.servers import (
     Link,
     Rules,
     Server,
-    Simulation,
 )
-from hvd_compress.systems.servers.coding import LinkCoder
 from hvd_compress.systems.servers.optimizers import ArrayOptimizer
+from hvd_compress.systems.servers.server import LinkCoder
 from tests.systems.servers import Recorder
+from tests.systems.servers.simulation import Simulation
 
 
-def one_number(rules, workers=2, start=1.0, lr=0.1, gradient=None, **more):
+def one_number(rules, workers=2, start=1.0, lr=0.1, gradient=None):
     """f = x^2 / 2."""
     gradient = gradient or (lambda worker, x, step: x)
-    return Simulation({"x": np.array([start])}, gradient, workers, rules, SGD(lr=lr), **more)
+    return Simulation({"x": np.array([start])}, gradient, workers, rules, SGD(lr=lr))
 
 
 def value(simulation):
@@ -211,18 +212,32 @@ def test_most_methods_can_be_sent():
 
 @pytest.mark.parametrize("name", SENDABLE)
 def test_a_server_reads_what_the_worker_sent(name):
-    method = as_compressor(name)
+    rules, momentum = Rules(compression=name), 0.9 if as_compressor(name).takes_momentum else 0.0
+    coder = LinkCoder(rules, 1, seed=3, momentum=momentum)
     rng, states = np.random.default_rng(0), {}
-    coder = LinkCoder(method, seed=3, momentum=0.9 if method.takes_momentum else 0.0)
     shapes = {"w": np.zeros((60, 50), np.float32), "b": np.zeros(7), "none": np.zeros(0)}
     for step in range(3):
         x = {k: rng.standard_normal(v.shape).astype(v.dtype) for k, v in shapes.items()}
-        encoded = coder.encode(x, states, step, epoch=float(step))
-        states = encoded.states
-        found = coder.decode(iter(encoded.parts), shapes, step, float(step), "worker 0")
-        for key, sent in encoded.values.items():
-            np.testing.assert_array_equal(found[key], sent)
+        before = copy.deepcopy(states)
+        parts, states = coder.encode(x, states, step, epoch=float(step))
+        found = coder.decode(iter(parts), shapes, step, float(step), "worker 0")
+        assert not found["none"].size
+        for key in ("w", "b"):
             assert found[key].dtype == x[key].dtype
+            context = Context(
+                key, step=step, epoch=float(step), seed=3 * 2**20 + 1, momentum=momentum
+            )
+            if rules.compression.needs_gradient_norm:
+                norm = np.sqrt(sum(float(np.sum(np.square(g, dtype=float))) for g in x.values()))
+                context = context._replace(gradient_norm=norm)
+            method = rules.compression.for_tensor(key, x[key].shape)
+            state = before[key] if before else method.init(x[key])
+            sent = method.encode(x[key], state, context).sent
+            if isinstance(sent, Sparse):
+                dense = np.zeros(x[key].size, sent.values.dtype)
+                dense[np.asarray(sent.indices, np.int64)] = sent.values
+                sent = dense
+            np.testing.assert_array_equal(found[key], np.reshape(sent, x[key].shape))
 
 
 @pytest.mark.parametrize("method", ["topk:density=0.1", "powersgd", "efsignsgd:via=allgather"])
