@@ -271,7 +271,7 @@ def what_is_frozen_is_sent_once() -> None:
     codistillation.loss(*_task(model, hvd.rank(), 5))
     left = (hvd.rank() - 1) % hvd.size()
     sources = [rank for rank in range(hvd.size()) if rank != hvd.rank()]
-    theirs = codistillation._codistiller.teachers[sources.index(left)]
+    theirs = codistillation.teachers[sources.index(left)]
     for i, name in enumerate(("0.weight", "0.bias")):
         everyone = hvd.allgather(own[i].reshape(1, -1), name=f"frozen.{i}")
         assert torch.equal(theirs[name].reshape(-1), everyone[left])
@@ -359,7 +359,7 @@ def states_that_do_not_fit() -> None:
     codistillation = hvd.Codistillation(model, every=2)
     _train(model, codistillation, range(3), _mine)
     state = codistillation.state_dict()
-    teachers = codistillation._codistiller.owner.state
+    teachers = codistillation.owner.state
     for broken, words in (
         ({**state, "version": 7}, "version 7"),
         ({**state, "exchange": "predictions"}, "exchange must be one of 'checkpoints'"),
@@ -368,14 +368,14 @@ def states_that_do_not_fit() -> None:
     ):
         with raises(ConfigError, words):
             codistillation.load_state_dict(broken)
-    assert codistillation._codistiller.owner.state is teachers
+    assert codistillation.owner.state is teachers
     # What rank 0 saved gives others the step alone; they learn again from the next exchange on.
     everyones = hvd.broadcast_object(state if hvd.rank() == 0 else None, 0, name="state")
     codistillation.load_state_dict(everyones)
     assert codistillation.step == 3
-    assert len(codistillation._codistiller.teachers) == (hvd.size() - 1) * (hvd.rank() == 0)
+    assert len(codistillation.teachers) == (hvd.size() - 1) * (hvd.rank() == 0)
     _train(model, codistillation, range(3, 5), _mine)
-    assert len(codistillation._codistiller.teachers) == hvd.size() - 1
+    assert len(codistillation.teachers) == hvd.size() - 1
 
 
 @applies(least=2)

@@ -208,19 +208,32 @@ class Trained(_OnThreads):
         owner.load_state_dict(saved)
 
 
+class Model(Codistiller):
+    """Its parameters ``x`` are trained, and others are ``kept``."""
+
+    x = kept = {}
+
+    def arrays(self):
+        return {**self.x, **self.kept}
+
+    def changing(self):
+        return [*self.x]
+
+
 class Taught(_OnThreads):
     """Codistillation; a model predicts its parameters."""
 
     def owner(self, method, engine):
-        return Codistiller(method, engine)
+        return Model(method, engine)
 
     def step(self, rank, gradients):
-        owner, x, kept = self.owners[rank], self.x[rank], self.kept[rank]
+        owner, x = self.owners[rank], self.x[rank]
+        owner.x, owner.kept = x, self.kept[rank]
         owner.next_step()
         if self.method.exchange == "predictions":
             found = owner.predictions(np.concatenate([*x.values()]))
         else:
-            teachers = owner.checkpoints(lambda: {**x, **kept}, lambda: [*x])
+            teachers = owner.checkpoints()
             outputs = [np.concatenate([own[n] for n in x]) for own in teachers]
             found = owner.usable(outputs) if outputs else []
         if found:
@@ -230,7 +243,8 @@ class Taught(_OnThreads):
         self.x[rank] = {n: own - LR * gradients[n] for n, own in x.items()}
 
     def load(self, owner, saved, x):
-        owner.load_state_dict(saved, x)
+        owner.x = x
+        owner.load_state_dict(saved)
 
 
 class Served:

@@ -6,7 +6,6 @@ Exchanges are Python between graphs: a graph calls them once in every step.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,12 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.backends.weak import weakly
-from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.systems import teachers
 from hvd_compress.systems.base import Arrays
-from hvd_compress.systems.teachers import Codistiller
-from hvd_compress.systems.teachers.facade import ModelWithTeachers, documented
+from hvd_compress.systems.teachers import Codistillation, Codistiller
 from hvd_compress.systems.teachers.losses import Functions, losses_over, target
 
 from ..contexts import check_context
@@ -37,7 +33,21 @@ LOSSES = losses_over(
 )
 
 
-class KerasModelWithTeachers(ModelWithTeachers):
+class KerasCodistiller(Codistiller):
+    make_engine: Any
+
+    def __init__(self, model: Any, *args: Any, process_set: Any = None, **options: Any) -> None:
+        method = Codistillation(*args, **options)
+        if not isinstance(model, keras.Model):
+            raise ConfigError(f"model must be a keras.Model of Keras 3, not {type(model).__name__}")
+        if method.weight_decay is not None:
+            raise UnsupportedError(
+                "weight_decay is for PyTorch: Keras reads an optimizer's when it traces a "
+                "graph. Leave it out, and let weight=Decay(...) fall with the learning rate"
+            )
+        super().__init__(method, self.make_engine(process_set), like=tf.zeros(0))
+        self.model = model
+
     def loss(self, task: Any, outputs: Any, inputs: Any = None) -> tf.Tensor:
         """Return the task's loss and the weighted distillation loss, eagerly or in a graph.  Call
         it once in every step, on all ranks; a step with an exchange is a collective.
@@ -124,17 +134,16 @@ class KerasModelWithTeachers(ModelWithTeachers):
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Run this step, and return the average of the teachers, and the weight, which is 0 if
         there is none."""
-        codistiller = self._codistiller
-        codistiller.next_step()
+        self.next_step()
         if self.method.exchange == "predictions":
-            found = codistiller.predictions(z, [np.asarray(x) for x in flat])
+            found = self.predictions(z, [np.asarray(x) for x in flat])
         else:
-            teachers = codistiller.checkpoints(self._arrays, self._changing)
-            found = [] if not codistiller.weight else self._predict(teachers, inputs, z)
+            teachers = self.checkpoints()
+            found = [] if not self.weight else self._predict(teachers, inputs, z)
         if not found:
             return tf.zeros_like(z), tf.zeros([], z.dtype)
         goal = target(LOSSES[self.method.loss].view, found)
-        return goal, tf.constant(codistiller.weight, z.dtype)
+        return goal, tf.constant(self.weight, z.dtype)
 
     def _predict(self, teachers: list[Arrays], inputs: Any, z: tf.Tensor) -> list[tf.Tensor]:
         names = {id(native(v)): name for name, v in self._variables().items()}
@@ -152,7 +161,7 @@ class KerasModelWithTeachers(ModelWithTeachers):
                 training=False,
             )
             found.append(tf.cast(outputs, z.dtype))
-        return self._codistiller.usable(found)
+        return self.usable(found)
 
     def _variables(self) -> dict[str, Any]:
         """Return the model's variables of floats by place and name.  In their paths, Keras numbers
@@ -160,10 +169,10 @@ class KerasModelWithTeachers(ModelWithTeachers):
         named = enumerate(self.model.variables)
         return {f"{i}.{v.name}": v for i, v in named if tf.as_dtype(v.dtype).is_floating}
 
-    def _arrays(self) -> Arrays:
+    def arrays(self) -> Arrays:
         return {name: tf.identity(native(v)) for name, v in self._variables().items()}
 
-    def _changing(self) -> list[str]:
+    def changing(self) -> list[str]:
         """The variables of layers that are trained, batch normalisation's statistics among them."""
         layers = [layer for layer in self.model._flatten_layers() if layer.trainable]
         own = {
@@ -172,27 +181,3 @@ class KerasModelWithTeachers(ModelWithTeachers):
             for v in (*layer._trainable_variables, *layer._non_trainable_variables)
         }
         return [name for name, v in self._variables().items() if id(native(v)) in own]
-
-
-def codistillation_over(
-    make_engine: Callable[[Any], Engine], module: str
-) -> type[ModelWithTeachers]:
-    """Return the class over the engines that ``make_engine`` makes of process sets, for eager
-    tensors; it belongs to ``module``."""
-
-    class Codistillation(KerasModelWithTeachers):
-        def __init__(self, model: Any, *args: Any, process_set: Any = None, **options: Any) -> None:
-            method = teachers.Codistillation(*args, **options)
-            if not isinstance(model, keras.Model):
-                raise ConfigError(
-                    f"model must be a keras.Model of Keras 3, not {type(model).__name__}"
-                )
-            if method.weight_decay is not None:
-                raise UnsupportedError(
-                    "weight_decay is for PyTorch: Keras reads an optimizer's when it traces a "
-                    "graph. Leave it out, and let weight=Decay(...) fall with the learning rate"
-                )
-            engine = make_engine(process_set)
-            super().__init__(model, Codistiller(method, engine, like=tf.zeros(0)))
-
-    return documented(Codistillation, module)

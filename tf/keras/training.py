@@ -9,10 +9,11 @@ from hvd_compress.systems import graphs
 from hvd_compress.systems.teachers import CoordinatedSampler as CoordinatedSampler
 from hvd_compress.systems.teachers import Decay as Decay
 from hvd_compress.systems.teachers import Ramp as Ramp
+from hvd_compress.systems.teachers.codistiller import codistillation_over
 
 from ..eager import engine_of
 from ..engine import HorovodEngine
-from .codistillation import codistillation_over
+from .codistillation import KerasCodistiller
 from .local_training import factories
 
 _MODULE = "hvd_compress.tensorflow.keras"
@@ -26,6 +27,6 @@ def _of_tensors(process_set: Any) -> Engine:
     return engine_of(process_set, "hvd_compress.codistillation.*", HorovodEngine)
 
 
-Codistillation = codistillation_over(_of_tensors, _MODULE)
+Codistillation = codistillation_over(KerasCodistiller, _of_tensors, _MODULE)
 local_steps: Any
 globals().update(factories(_of_arrays, _MODULE) | graphs.METHODS)

@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
-from hvd_compress.systems import teachers
-from hvd_compress.systems.teachers import Codistiller
-from hvd_compress.systems.teachers.facade import ModelWithTeachers, documented
+from hvd_compress.systems.teachers import Codistillation, Codistiller
 from hvd_compress.systems.teachers.losses import Functions, losses_over, target
 
 from .optimizer import moved
@@ -38,13 +35,18 @@ LOSSES = losses_over(
 )
 
 
-class TorchModelWithTeachers(ModelWithTeachers):
-    """See :func:`codistillation_over`."""
+class TorchCodistiller(Codistiller):
+    make_engine: Any
 
-    def __init__(self, model: torch.nn.Module, codistiller: Codistiller) -> None:
+    def __init__(
+        self, model: torch.nn.Module, *args: Any, process_set: Any = None, **options: Any
+    ) -> None:
+        method = Codistillation(*args, **options)
+        engine = self.make_engine(process_set)
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-        super().__init__(model, codistiller)
+        super().__init__(method, engine, like=torch.empty(0))
+        self.model = model
         self._teacher: torch.nn.Module | None = None
 
     def loss(
@@ -66,14 +68,13 @@ class TorchModelWithTeachers(ModelWithTeachers):
             MismatchError: the ranks differ in options, step or model; or, with
                 ``exchange="predictions"``, in the batch.
         """
-        codistiller = self._codistiller
-        codistiller.next_step()
+        self.next_step()
         z = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         outputs = self._outputs(z, inputs, named)
-        if not (outputs and codistiller.weight):
+        if not (outputs and self.weight):
             return task
         loss = LOSSES[self.method.loss]
-        return task + codistiller.weight * loss.distance(z, target(loss.view, outputs))
+        return task + self.weight * loss.distance(z, target(loss.view, outputs))
 
     def set_weight_decay(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer the weight decay of this step, in those of its groups that began with
@@ -92,36 +93,30 @@ class TorchModelWithTeachers(ModelWithTeachers):
     def _outputs(
         self, z: torch.Tensor, inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> list[torch.Tensor]:
-        codistiller = self._codistiller
         if self.method.exchange == "predictions":
             tensors = [x for x in (*inputs, *named.values()) if isinstance(x, torch.Tensor)]
-            return codistiller.predictions(z.detach(), [_bits(x) for x in tensors])
+            return self.predictions(z.detach(), [_bits(x) for x in tensors])
         if not inputs and not named:
             raise ConfigError(
                 "teachers predict on this rank's batch: write codistillation.loss(task, logits, x)"
             )
-        teachers = codistiller.checkpoints(self._arrays, self._changing)
-        if not (teachers and codistiller.weight):
+        teachers = self.checkpoints()
+        if not (teachers and self.weight):
             return []
-        teacher = self._for_teachers()
-        found = []
-        for arrays in teachers:
-            outputs = torch.func.functional_call(teacher, arrays, inputs, named)
-            found.append(outputs.to(z.dtype))
-        return codistiller.usable(found)
-
-    def _for_teachers(self) -> torch.nn.Module:
-        """Return a copy of the model in inference mode, for arrays of others."""
-        if self._teacher is None:
+        if self._teacher is None:  # a copy in inference mode, for the arrays of others
             self._teacher = copy.deepcopy(self.model).eval()
             self._teacher.requires_grad_(False)
-        return self._teacher
+        found = []
+        for arrays in teachers:
+            outputs = torch.func.functional_call(self._teacher, arrays, inputs, named)
+            found.append(outputs.to(z.dtype))
+        return self.usable(found)
 
-    def _arrays(self) -> dict[str, torch.Tensor]:
+    def arrays(self) -> dict[str, torch.Tensor]:
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {name: x.detach() for name, x in named if x.is_floating_point()}
 
-    def _changing(self) -> list[str]:
+    def changing(self) -> list[str]:
         trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         return [
             *trained,
@@ -129,27 +124,10 @@ class TorchModelWithTeachers(ModelWithTeachers):
         ]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        devices = {name: x.device for name, x in self._arrays().items()}
+        devices = {name: x.device for name, x in self.arrays().items()}
         super().load_state_dict(moved(state_dict, devices))
 
 
 def _bits(x: torch.Tensor) -> np.ndarray:
     """Return the bytes of a tensor, of which NumPy has not every dtype."""
     return x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-
-
-def codistillation_over(
-    make_engine: Callable[[Any], Engine], module: str
-) -> type[ModelWithTeachers]:
-    """Return the class over the engines that ``make_engine`` makes of process sets; it belongs to
-    ``module``."""
-
-    class Codistillation(TorchModelWithTeachers):
-        def __init__(
-            self, model: torch.nn.Module, *args: Any, process_set: Any = None, **options: Any
-        ) -> None:
-            method = teachers.Codistillation(*args, **options)
-            engine = make_engine(process_set)
-            super().__init__(model, Codistiller(method, engine, like=torch.empty(0)))
-
-    return documented(Codistillation, module)

@@ -13,10 +13,11 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.systems import TrainingMethod, graphs
 from hvd_compress.systems.rounds.factories import factories_of
 from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp, WeightDecay
+from hvd_compress.systems.teachers.codistiller import codistillation_over
 
 from ..parameters import Parameter
 from ..replicas import is_group
-from .codistillation import codistillation_over
+from .codistillation import TorchCodistiller
 from .optimizer import LocalStepsOptimizer, train_locally
 
 _MORE = """
@@ -71,7 +72,7 @@ def systems_over(make_engine: Callable[[Any], Engine], module: str) -> dict[str,
     return {
         **factories_of(local_steps, module, own, _MORE),
         **graphs.METHODS,
-        "Codistillation": codistillation_over(make_engine, module),
+        "Codistillation": codistillation_over(TorchCodistiller, make_engine, module),
         "CoordinatedSampler": CoordinatedSampler,
         "Decay": Decay,
         "Ramp": Ramp,

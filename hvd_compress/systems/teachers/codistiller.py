@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.config import check_choice
 from hvd_compress.engines.base import Engine
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.reduce.state_file import entry, refused
 from hvd_compress.requests.base import itemsize
 from hvd_compress.stats import Stats
@@ -26,16 +27,18 @@ from hvd_compress.systems.teachers.exchanges import (
     fingerprint_of,
 )
 from hvd_compress.systems.teachers.method import Codistillation
+from hvd_compress.systems.teachers.sampling import CoordinatedSampler
 
 
 class Codistiller:
-    """Runs codistillation on this rank, over an engine.
+    """Runs codistillation on this rank, over an engine.  A subclass knows the model, if models are
+    sent: :meth:`arrays`, and :meth:`changing` where some of them are frozen.
 
     A training loop calls it in every step, with its task loss and outputs z at hand::
 
         codistiller.next_step()
         outputs = codistiller.predictions(z, [x])            # exchange="predictions"
-        teachers = codistiller.checkpoints(lambda: theta)    # exchange="checkpoints"
+        teachers = codistiller.checkpoints()                 # exchange="checkpoints"
         outputs = codistiller.usable([predict(theta_j, x) for theta_j in teachers])
         if outputs and codistiller.weight:
             loss = loss + codistiller.weight * distance(z, target(view, outputs))
@@ -93,6 +96,38 @@ class Codistiller:
         """The weight of the distillation loss in this step."""
         return self.method.weight_at(self.step)
 
+    @property
+    def weight_decay(self) -> float:
+        """The optimizers' weight decay in this step.
+
+        Raises:
+            ConfigError: there is no schedule, ``weight_decay=WeightDecay(...)``.
+        """
+        if self.method.weight_decay is None:
+            raise ConfigError(
+                "there is no schedule of the weight decay: make Codistillation(model, "
+                "weight_decay=WeightDecay(values=(5e-4, 1e-5, 0.0), at_steps=(3000, 6000)))"
+            )
+        return self.method.weight_decay.at(self.step)
+
+    def sampler(
+        self, examples: Sized | int, *, seed: int = 0, shuffle: bool = True
+    ) -> CoordinatedSampler:
+        """Return a sampler that gives the same examples to ranks that exchange predictions, and
+        shares them in a group."""
+        _, _, place, places = self.counterparts
+        return CoordinatedSampler(examples, seed=seed, place=place, places=places, shuffle=shuffle)
+
+    def arrays(self) -> Arrays:
+        """Return all of the model that a prediction needs and that training changes on any rank:
+        floats by name, with the same names, shapes and dtypes on all ranks."""
+        return {}
+
+    def changing(self) -> Sequence[str]:
+        """Return the names of those arrays that still change.  What is frozen is sent once, and
+        again after it has changed."""
+        return list(self.arrays())
+
     def next_step(self) -> None:
         """Begin a step."""
         self.owner.step += 1
@@ -117,23 +152,13 @@ class Codistiller:
         found = self.owner.ask(exchange_predictions(own, peers, self.method.values, fingerprint))
         return self.usable(found)
 
-    def checkpoints(
-        self, arrays: Callable[[], Arrays], changing: Callable[[], Sequence[str]] | None = None
-    ) -> list[Arrays]:
-        """Return the teachers' arrays, and send this rank's where that is due.  A collective.
-
-        Args:
-            arrays: returns all that a teacher's prediction needs and that training changes on any
-                rank: floats, with the same names, shapes and dtypes on all ranks.
-            changing: returns the names of those that still change, ``None`` for all.  What is
-                frozen is sent once, and again after it has changed.
-        """
+    def checkpoints(self) -> list[Arrays]:
+        """Return the teachers' arrays, and send this rank's where that is due.  A collective."""
         peers = self.counterparts
         if not peers.sources:
             return []
         if self.method.is_due(self.step):
-            own = arrays()
-            names = frozenset(own if changing is None else changing())
+            own, names = self.arrays(), frozenset(self.changing())
             # What was frozen since the last exchange has changed since then.
             due = own.keys() if self._changing is None else names | self._changing
             sent = {name: x for name, x in own.items() if name in due}
@@ -193,17 +218,15 @@ class Codistiller:
         self.owner.bring_in()
         return self.owner.state_dict(exchange=self.method.exchange)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], own: Arrays) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned on this rank.  What another rank returned has
         the step alone: there are no teachers then until the next exchange.
-
-        Args:
-            own: this model's arrays, for names and shapes.
 
         Raises:
             ConfigError: it belongs to another model or version, or it is damaged; then nothing has
                 changed.
         """
+        own = self.arrays()
 
         def check(_: str, arrays: Arrays) -> None:
             _check(arrays, own)
@@ -235,3 +258,48 @@ def _check(arrays: Arrays, own: Arrays) -> None:
             raise refused(f"{name!r}: {error}") from None
         if shape != backend_of(own[name]).shape(own[name]):
             raise refused(f"{name!r} has shape {shape}: it is of another model")
+
+
+_MORE = """
+
+    Give it the model before the first step, and call ``loss`` in every step, on all ranks::
+
+        codistillation = hvd.Codistillation(model, every=50, burn_in=500)
+        for x, y in batches:
+            logits = model(x)
+            loss = codistillation.loss(cross_entropy(logits, y), logits, x)
+            ...
+
+    Making one is a collective.  Beside the options it takes:
+
+        model: this rank's, or its group's.  All have the same parameters by name and shape, and
+            begin with other values or see other data.
+        process_set: the ranks that take part; ``None`` for all.
+
+    With ``weight_decay=WeightDecay(...)`` call ``set_weight_decay(optimizer)`` behind ``loss``
+    (PyTorch).
+
+    Attributes: ``weight``, alpha of this step, and ``weight_decay``; ``step``; ``exchanges``;
+    ``method``, the options.
+"""
+
+
+def codistillation_over(
+    base: type[Codistiller], make_engine: Callable[[Any], Engine], module: str
+) -> type[Codistiller]:
+    """Return the class ``Codistillation`` of a framework, over the engines that ``make_engine``
+    makes of process sets; it belongs to ``module``.
+
+    Args:
+        base: is made from a model, the options of :class:`Codistillation`, and ``process_set``.
+    """
+    kinds, own = inspect.Parameter, inspect.signature(Codistillation).parameters.values()
+    model = kinds("model", kinds.POSITIONAL_OR_KEYWORD)
+    process_set = kinds("process_set", kinds.KEYWORD_ONLY, default=None)
+    members = {
+        "make_engine": staticmethod(make_engine),
+        "__signature__": inspect.Signature([model, *own, process_set]),
+        "__doc__": f"{inspect.getdoc(Codistillation)}\n\n{inspect.cleandoc(_MORE)}",
+        "__module__": module,
+    }
+    return type("Codistillation", (base,), members)
