@@ -20,7 +20,8 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.reduce import Reducer
-from hvd_compress.systems.graphs import Diffusion, train
+from hvd_compress.systems import Coordinator
+from hvd_compress.systems.graphs import Diffusion
 
 TIMEOUT = 3.0
 #: the rank that does what it should not
@@ -148,9 +149,13 @@ def a_rank_has_an_error_of_its_own() -> None:
 def a_rank_takes_fewer_steps() -> None:
     """Of training over a graph."""
     engine = mpi.MpiEngine(mpi.Communicator(timeout=TIMEOUT))
+    coordinator = Coordinator(Diffusion("cycle"), engine)
 
-    def steps(count: int) -> np.ndarray:
-        return train(Diffusion("cycle"), lambda *_: np.ones(10), np.ones(10), count, 0.1, engine)
+    def steps(count: int) -> None:
+        x = {"x": np.ones(10)}
+        for _ in range(count):
+            x = coordinator.before_step(x)
+            x = coordinator.after_step({"x": x["x"] - 0.1})
 
     if engine.rank == CULPRIT:
         steps(2)

@@ -64,8 +64,8 @@ __all__ += errors.__all__
 
 #: what is built on this package, and found in it by its users
 _SYSTEMS = {
-    "AsynchronousLeaderSGD": "servers.mpi.workers",
-    "ParameterServer": "servers.mpi.workers",
+    "AsynchronousLeaderSGD": "mpi.servers",
+    "ParameterServer": "mpi.servers",
     "Reducer": "mpi.reducer",
 }
 __all__ += _SYSTEMS

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from hvd_compress.agreement import differences, encode
+from hvd_compress.config import is_number, is_whole
 from hvd_compress.engines import lockstep
 from hvd_compress.engines.lockstep import replies_to, reply_to
-from hvd_compress.errors import CompressionError, MismatchError
+from hvd_compress.errors import CompressionError, ConfigError, MismatchError
 from hvd_compress.requests import Sum
 from hvd_compress.stats import Record
 from hvd_compress.systems.base import (
@@ -153,3 +156,46 @@ class Ranks:
         sent, _ = first.count(replies[0], 0, self.size)
         self._record.bytes_sent += first.nbytes + sent
         return replies
+
+
+def simulate(
+    method: TrainingMethod,
+    gradient: Callable[[int, np.ndarray, int], np.ndarray],
+    start: np.ndarray | Sequence[np.ndarray],
+    steps: int,
+    rate: float,
+    *,
+    observe: Callable[[int, np.ndarray], None] | None = None,
+) -> np.ndarray:
+    """Train functions that are given by their gradients, and return the ranks' last iterates,
+    (ranks, d), in the dtype of ``start``.
+
+    Args:
+        method: such as ``ExactDiffusion("cycle")``; without losses.
+        gradient: ``gradient(rank, x, step)`` is the gradient of a rank's function at x, (d,), in
+            step 0, 1, ...; it may be noisy.
+        start: the ranks' first iterates, (ranks, d).
+        steps: how many to take.
+        rate: the learning rate.
+        observe: is called with the number of steps taken and the iterates, after each.
+
+    Raises:
+        ConfigError: ``steps`` or ``rate`` make no sense, or the method does not work with so many
+            ranks.
+    """
+    if not is_whole(steps) or steps < 0:
+        raise ConfigError(f"steps must be a whole number from 0; got {steps!r}")
+    if not is_number(rate) or not rate > 0:
+        raise ConfigError(f"rate must be more than 0, for instance rate=0.1; got {rate!r}")
+    x = [{"x": np.array(row)} for row in start]
+    ranks = Ranks(method, len(x))
+    for step in range(steps):
+        x = ranks.before_step(x, rates={"x": rate})
+        x = [
+            {"x": own["x"] - float(rate) * gradient(rank, own["x"], step)}
+            for rank, own in enumerate(x)
+        ]
+        x = ranks.after_step(x)
+        if observe is not None:
+            observe(step + 1, np.stack([own["x"] for own in x]))
+    return np.stack([own["x"] for own in x])

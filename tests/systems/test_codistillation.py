@@ -10,7 +10,7 @@ import pytest
 from hvd_compress import from_config
 from hvd_compress.engines import lockstep
 from hvd_compress.errors import ConfigError, MismatchError, PayloadError
-from hvd_compress.systems.rounds.groups import groups_of
+from hvd_compress.systems.base import groups_of
 from hvd_compress.systems.teachers import (
     Codistillation,
     CoordinatedSampler,

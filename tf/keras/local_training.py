@@ -18,14 +18,17 @@ import tensorflow as tf
 from hvd_compress.backends.weak import weakly
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.systems import Coordinator, TrainingMethod
+from hvd_compress.systems import Coordinator, TrainingMethod, graphs
 from hvd_compress.systems.base import Arrays, as_training_method
 from hvd_compress.systems.rounds.factories import factories_of
+from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp
+from hvd_compress.systems.teachers.codistiller import codistillation_over
 
 from ..contexts import check_context
 from ..loss_scaling import NotInLossScaling
 from ..optimizer import CompressedOptimizer, is_keras_3, made_like
 from ..slots import native
+from .codistillation import KerasCodistiller
 
 _NO_SCALING = (
     "local steps and loss scaling do not go together in Keras, since a rank alone cannot skip a "
@@ -223,9 +226,11 @@ _MORE = """
 """
 
 
-def factories(make_engine: Callable[[Any], Engine], module: str) -> dict[str, Callable[..., Any]]:
-    """Return the factories over the engines that ``make_engine`` makes of process sets, for NumPy
-    arrays; they belong to ``module``."""
+def systems_over(
+    of_arrays: Callable[[Any], Engine], of_tensors: Callable[[Any], Engine], module: str
+) -> dict[str, Any]:
+    """Return what systems add to ``module``, by name, over engines for NumPy arrays and for eager
+    tensors, which these functions make of process sets."""
 
     def local_steps(
         optimizer: Any,
@@ -248,6 +253,13 @@ def factories(make_engine: Callable[[Any], Engine], module: str) -> dict[str, Ca
         Raises:
             ConfigError, UnsupportedError: an option has a value that cannot be honoured.
         """
-        return _train_locally(optimizer, method, lambda: make_engine(process_set), seed)
+        return _train_locally(optimizer, method, lambda: of_arrays(process_set), seed)
 
-    return factories_of(local_steps, module, {"process_set": None, "seed": 0}, _MORE)
+    return {
+        **factories_of(local_steps, module, {"process_set": None, "seed": 0}, _MORE),
+        **graphs.METHODS,
+        "Codistillation": codistillation_over(KerasCodistiller, of_tensors, module),
+        "CoordinatedSampler": CoordinatedSampler,
+        "Decay": Decay,
+        "Ramp": Ramp,
+    }

@@ -15,14 +15,14 @@ from hvd_compress.config import build
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.process_sets import global_process_set
 from hvd_compress.systems.base import Arrays
+from hvd_compress.systems.mpi import servers
 from hvd_compress.systems.servers import Rules
-from hvd_compress.systems.servers.mpi import workers
 
 from ..parameters import Parameter, check_model, names_of_parameters
 from ..systems.optimizer import is_distributed
 
 
-class ServedModel(workers.Serving):
+class ServedModel(servers.Serving):
     """A model whose parameters are moved to ``parameters``, the arrays, and back."""
 
     def _take(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Arrays:
@@ -110,7 +110,7 @@ def parameter_server(
     return Worker(model, optimizer, worker_timeout, seed, rules)
 
 
-class Worker(ServedModel, workers.ParameterServer):
+class Worker(ServedModel, servers.ParameterServer):
     """This rank's part; see :func:`parameter_server`.
 
     Attributes:
@@ -215,7 +215,7 @@ class _OnServer:
         return made
 
 
-class AsynchronousLeaderSGD(ServedModel, workers.AsynchronousLeaderSGD):
+class AsynchronousLeaderSGD(ServedModel, servers.AsynchronousLeaderSGD):
     """Leader SGD whose workers take steps at their own speed; a collective, after ``hvd.init()``::
 
         with hvd.AsynchronousLeaderSGD(model, optimizer, local_every=4) as worker:

@@ -2,18 +2,21 @@
 neighbours only."""
 
 from hvd_compress.systems.base import methods_in
-from hvd_compress.systems.graphs.base import DecentralizedMethod, Neighborhood, mix
+from hvd_compress.systems.graphs.base import DecentralizedMethod, Neighborhood, l1, mix
 from hvd_compress.systems.graphs.compressed import LEAD, ChocoSGD, blockwise
-from hvd_compress.systems.graphs.diffusion import DGD, EXTRA, Diffusion, ExactDiffusion
+from hvd_compress.systems.graphs.diffusion import (
+    DGD,
+    EXTRA,
+    Diffusion,
+    ExactDiffusion,
+    GradientTracking,
+)
 from hvd_compress.systems.graphs.matrices import (
     eigenvalues,
-    lazy,
     metropolis_hastings,
     second_eigenvalue,
     spectral_gap,
 )
-from hvd_compress.systems.graphs.proximal import l1
-from hvd_compress.systems.graphs.simulation import simulate, train
 from hvd_compress.systems.graphs.topologies import (
     Complete,
     Cycle,
@@ -28,7 +31,7 @@ from hvd_compress.systems.graphs.topologies import (
     Weights,
     as_topology,
 )
-from hvd_compress.systems.graphs.tracking import GradientTracking
+from hvd_compress.systems.ranks import simulate
 
 __all__ = [
     "DGD",
@@ -55,13 +58,11 @@ __all__ = [
     "blockwise",
     "eigenvalues",
     "l1",
-    "lazy",
     "metropolis_hastings",
     "mix",
     "second_eigenvalue",
     "simulate",
     "spectral_gap",
-    "train",
 ]
 
 #: the training methods

@@ -22,7 +22,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.floats import plain
-from hvd_compress.config import converted
+from hvd_compress.config import Configurable, check_between, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.meetings.averaging import whole
 from hvd_compress.requests import Neighbors
@@ -36,7 +36,6 @@ from hvd_compress.systems.base import (
     copied,
 )
 from hvd_compress.systems.graphs.matrices import check_symmetric
-from hvd_compress.systems.graphs.proximal import Proximal
 from hvd_compress.systems.graphs.topologies import Cycle, Topology, as_topology
 
 #: a method's state on a rank: flat arrays by key
@@ -57,6 +56,40 @@ def as_codec(codec: Any) -> Codec:
     if not isinstance(found, Codec):
         raise ConfigError(f"codec must be a codec, for instance blockwise(2), or None: {codec!r}")
     return found
+
+
+class Proximal(Configurable, abc.ABC, kind="proximal"):
+    """A regulariser r that need not be smooth, by its operator
+    ``prox_{eta r}(v) = argmin_x r(x) + |x - v|^2 / (2 eta)``."""
+
+    @abc.abstractmethod
+    def __call__(self, v: Array, eta: float) -> Array:
+        """Return prox_{eta r}(v), of any shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class l1(Proximal, name="l1"):
+    """r(x) = weight |x|_1: magnitudes shrink by eta * weight.
+
+    An operator is called with an array v of floats, of any shape, and a step eta; it raises
+    ``ConfigError`` when it is made with options that make no sense.
+
+    Args:
+        weight: 0 or more.
+
+    >>> l1(weight=1.0)(np.array([-2.0, 0.05, 1.0]), eta=0.1)
+    array([-1.9,  0. ,  0.9])
+    """
+
+    weight: float
+
+    def __post_init__(self) -> None:
+        check_between("weight", self.weight, 0)
+
+    def __call__(self, v: Array, eta: float) -> Array:
+        xp, by = backend_of(v), eta * self.weight
+        zero = xp.full_like(v, 0.0)
+        return xp.maximum(v - by, zero) - xp.maximum(-v - by, zero)
 
 
 class Neighborhood(NamedTuple):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.codecs import uniform_dithering
 from hvd_compress.codecs.base import Codec
@@ -16,12 +15,12 @@ from hvd_compress.meetings.codes import codes
 from hvd_compress.systems.graphs.base import (
     DecentralizedMethod,
     Neighborhood,
+    Proximal,
     Update,
     Vectors,
     as_codec,
     mix,
 )
-from hvd_compress.systems.graphs.proximal import Proximal
 
 
 def blockwise(bits: int, block: int = 256) -> Codec:
@@ -119,18 +118,6 @@ class LEAD(DecentralizedMethod, name="lead"):
             "mixed_h": mixed_h + self.alpha * total,
         }
         return z - apart, new
-
-    def centered(self, states: list[Vectors]) -> list[Vectors]:
-        """Return all ranks' states without the drift of rounding: the dual variables add up to 0,
-        and ``mixed_h`` is W H.  Only a simulation knows all ranks' states."""
-        xp, size = backend_of(states[0]["dual"]), len(states)
-        h = xp.stack([state["h"] for state in states])
-        w = xp.cast(xp.from_numpy(self.topology.weights(size), h), xp.dtype(h))
-        mean = sum(state["dual"] for state in states) / size
-        return [
-            {**state, "dual": state["dual"] - mean, "mixed_h": mixed}
-            for state, mixed in zip(states, xp.unstack(xp.matmul(w, h)), strict=True)
-        ]
 
 
 @dataclasses.dataclass(frozen=True)

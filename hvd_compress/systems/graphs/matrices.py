@@ -33,43 +33,21 @@ def metropolis_hastings(graph: Any) -> np.ndarray:
 def equal_in_weights(graph: Any) -> np.ndarray:
     """Return weights of a directed graph by which each node takes equally much of those that send
     to it and of itself: doubly stochastic if all nodes have as many in as out."""
-    w = _sends(graph).T + np.eye(graph.number_of_nodes())
-    return w / w.sum(axis=1, keepdims=True)
-
-
-def _sends(graph: Any) -> np.ndarray:
-    """Return 1 in row i and column j where i sends to j."""
-    n = graph.number_of_nodes()
-    sends = np.zeros((n, n))
+    w = np.eye(graph.number_of_nodes())
     for i, j in graph.edges():
-        sends[i, j] = 1
-        if not graph.is_directed():
-            sends[j, i] = 1
-    return sends
-
-
-def lazy(w: np.ndarray) -> np.ndarray:
-    """Return (I + W) / 2, whose eigenvalues are not negative.
-
-    Args:
-        w: W, (ranks, ranks), float64.
-    """
-    return (np.eye(len(w)) + w) / 2
+        w[j, i] = 1
+    return w / w.sum(axis=1, keepdims=True)
 
 
 def check_doubly_stochastic(w: np.ndarray) -> None:
     """Raise ``ConfigError`` unless rows and columns add up to 1 and nothing is negative."""
-    off = max(_off(w, 0), _off(w, 1))
+    off = max(float(np.max(np.abs(w.sum(axis=axis) - 1))) for axis in (0, 1))
     if w.min() < -_ROUNDING or off > _ROUNDING * len(w):
         raise ConfigError(
             "the weights of this topology are not doubly stochastic, so ranks would not agree on "
             f"the average: sums of rows or columns are off 1 by {off:.1e} (of float32, give a "
             "matrix in float64); give all nodes as many neighbours in as out"
         )
-
-
-def _off(w: np.ndarray, axis: int) -> float:
-    return float(np.max(np.abs(w.sum(axis=axis) - 1)))
 
 
 def check_brings_together(w: np.ndarray) -> None:

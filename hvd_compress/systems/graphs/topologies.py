@@ -57,9 +57,6 @@ class Topology(Configurable, abc.ABC, kind="graph"):
     [0, 2, 4]
     """
 
-    #: neighbours send without receiving
-    directed: ClassVar[bool] = False
-
     @abc.abstractmethod
     def edges(self, size: int, step: int) -> Any:
         """Return a ``networkx.Graph`` or ``DiGraph`` of the nodes 0 to size - 1, whose edges lead
@@ -228,8 +225,6 @@ class StaticExponential(Topology, name="exponential"):
     [1, 2, 4]
     """
 
-    directed = True
-
     def edges(self, size: int, step: int) -> Any:
         hops = [1 << k for k in range(_rounds(size))]
         return networkx().DiGraph([(i, (i + hop) % size) for i in range(size) for hop in hops])
@@ -243,8 +238,6 @@ class OnePeerExponential(Topology, name="one_peer"):
     >>> [list(OnePeerExponential().graph(8, step).successors(0)) for step in range(3)]
     [[1], [2], [4]]
     """
-
-    directed = True
 
     def period(self, size: int) -> int:
         return max(_rounds(size), 1)

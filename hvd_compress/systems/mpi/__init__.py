@@ -1,1 +1,1 @@
-"""Over MPI, for programs that have no optimizer of ours: a reducer."""
+"""Over MPI: servers, and a reducer for programs that have no optimizer of ours."""

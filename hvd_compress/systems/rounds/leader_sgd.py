@@ -19,16 +19,18 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.requests import Broadcast, Gather, Neighbors
 from hvd_compress.systems.base import (
     Arrays,
+    Groups,
     State,
     StepContext,
     Steps,
     TrainingMethod,
     all_finite,
     apart,
+    checked_groups,
+    groups_of,
     like,
     widened,
 )
-from hvd_compress.systems.rounds.groups import Groups, checked_groups, groups_of
 from hvd_compress.wire.content import decode_bytes, encode_bytes
 
 _REPORT = struct.Struct("<dq")  # a rank's loss and its node

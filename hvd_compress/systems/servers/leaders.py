@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_compress.systems.base import Arrays, all_finite
-from hvd_compress.systems.rounds.groups import Groups, groups_of
+from hvd_compress.systems.base import Arrays, Groups, all_finite, groups_of
 from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
 from hvd_compress.systems.servers.messages import (
     MessageKind,

@@ -13,8 +13,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.requests import Neighbors
-from hvd_compress.systems.base import Arrays, like
-from hvd_compress.systems.rounds.groups import Groups
+from hvd_compress.systems.base import Arrays, Groups, like
 from hvd_compress.systems.rounds.leader_sgd import pack, unpack
 from hvd_compress.wire.content import decode_bytes, encode_bytes
 

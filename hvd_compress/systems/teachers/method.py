@@ -7,7 +7,7 @@ import functools
 
 from hvd_compress.config import Configurable, check_choice, check_whole, converted
 from hvd_compress.errors import ConfigError
-from hvd_compress.systems.rounds.groups import Groups, checked_groups, groups_of
+from hvd_compress.systems.base import Groups, checked_groups, groups_of
 from hvd_compress.systems.teachers.exchanges import Counterparts
 from hvd_compress.systems.teachers.losses import LOSSES
 from hvd_compress.systems.teachers.weights import Weight, WeightDecay, as_weight

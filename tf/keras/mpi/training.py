@@ -3,17 +3,8 @@
 from typing import Any
 
 from hvd_compress.mpi.process_sets import engine_over
-from hvd_compress.systems import graphs
-from hvd_compress.systems.teachers import CoordinatedSampler as CoordinatedSampler
-from hvd_compress.systems.teachers import Decay as Decay
-from hvd_compress.systems.teachers import Ramp as Ramp
-from hvd_compress.systems.teachers.codistiller import codistillation_over
 
-from ..codistillation import KerasCodistiller
-from ..local_training import factories
+from ..local_training import systems_over
 
-_MODULE = "hvd_compress.tensorflow.keras.mpi"
-
-Codistillation = codistillation_over(KerasCodistiller, engine_over, _MODULE)
 local_steps: Any
-globals().update(factories(engine_over, _MODULE) | graphs.METHODS)
+globals().update(systems_over(engine_over, engine_over, "hvd_compress.tensorflow.keras.mpi"))

@@ -23,8 +23,7 @@ from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.mailbox import Mailbox
 from hvd_compress.mpi.transport.nodes import nodes_of
 from hvd_compress.optimizers.base import Formula
-from hvd_compress.systems.base import Arrays
-from hvd_compress.systems.rounds.groups import groups_of
+from hvd_compress.systems.base import Arrays, groups_of
 from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
 from hvd_compress.systems.servers.leaders import LeaderLink, LeaderServer
 from hvd_compress.systems.servers.messages import (

@@ -1,1 +1,0 @@
-"""A parameter server over MPI."""
