@@ -118,6 +118,17 @@ def checkpoints_follow_a_reference_under_fit() -> None:
     assert codistillation.step == STEPS
 
 
+def the_loss_is_the_tasks_until_the_first_teachers_come() -> None:
+    model = _model(hvd.rank())
+    codistillation = hvd.Codistillation(model, every=4, delay=2)
+    for step in range(3):
+        x, y = _batch(hvd.rank(), step)
+        outputs = model(x)
+        task = LOSS(y, outputs)
+        loss = codistillation.loss(task, outputs, x)
+        assert (float(loss) > float(task)) == (step == 2 and hvd.size() > 1)
+
+
 def losses_are_those_in_numpy() -> None:
     from hvd_compress.tensorflow.keras.codistillation import LOSSES
 

@@ -139,7 +139,7 @@ class KerasCodistiller(Codistiller):
             found = self.predictions(z, [np.asarray(x) for x in flat])
         else:
             teachers = self.checkpoints()
-            found = [] if not self.weight else self._predict(teachers, inputs, z)
+            found = self._predict(teachers, inputs, z) if teachers and self.weight else []
         if not found:
             return tf.zeros_like(z), tf.zeros([], z.dtype)
         goal = target(LOSSES[self.method.loss].view, found)
