@@ -1,18 +1,7 @@
-"""The frame of coded values: the header, indices if any, codes, padded to 8 bytes.
+"""The frame of coded values: see docs/wire-format.md#coded-values.
 
-In the header::
-
-    offset  field
-    3       kind: 3 = coded
-    4       dtype of the decoded values: 1 = float32, 3 = float64
-    5       1 = the values are not finite, plus 2 = indices are packed
-    6       the lowest bits of the CRC-32 of the codec's repr: options must be the same
-    8       number of values
-
-Where only some elements are sent, or rows of a matrix, their indices are ascending, int32 or int64
-as in other frames; or packed and padded to 8 bytes, where the sender was asked to and that is
-shorter.  Where values are not finite, or there are none, the codes are zeros: a frame's size does
-not depend on it.
+Where values are not finite, or there are none, the codes are zeros: a frame's size does not depend
+on it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The frame of bytes that are no gradient: the header, with kind 7, then the bytes, padded to a
-multiple of 8.
-
-In the header bytes 4 to 7 are the CRC-32 of the text that says what the bytes are, and the number
-is the lowest 32 bits of their count.
-"""
+"""The frame of bytes that are no gradient: see docs/wire-format.md#other-bytes."""
 
 from __future__ import annotations
 

@@ -1,18 +1,7 @@
-"""Frames of elements: the header, then indices and values, padded to a multiple of 8 bytes.
-
-In the header::
-
-    offset  field
-    3       kind: 1 = sparse, 2 = dense
-    4       dtype of the values: 1 = float32, 2 = float16, 3 = float64, 4 = bfloat16
-    5       indices: 0 = none (dense), 1 = int32, 2 = int64, 3 = packed
-    6       elements of the vector modulo 65521, so that a frame for a vector of another length is
-            noticed, where lengths differ a little
-    8       number of entries
+"""Frames of elements, sparse or dense: see docs/wire-format.md for their layout.
 
 Indices are ascending.  They are int32 unless the tensor has more than 2**31 elements, or packed as
-in :mod:`hvd_compress.wire.indices` where the sender was asked to and that is shorter.  Packed
-indices are padded and the values stand at the end; otherwise zeros follow the values.
+in :mod:`hvd_compress.wire.indices` where the sender was asked to and that is shorter.
 
 A receiver checks everything before a byte of it is used as an index.
 """

@@ -1,16 +1,6 @@
-"""The header of 16 bytes that all messages begin with, whatever follows: see docs/wire-format.md.
-
-All numbers are little-endian::
-
-    offset  type    field
-    0       u8[2]   b"HC"
-    2       u8      version, 3
-    3       u8      kind: see :class:`Kind`
-    4       u8      two numbers that each kind has a meaning for
-    5       u8
-    6       u16     tag: what sender and receiver must have in common
-    8       u32     number of entries, values, rows or parts
-    12      u32     CRC-32 of the first 12 bytes and of all behind the header
+"""The header of 16 bytes that all messages begin with, little-endian: "HC", the version, the
+:class:`Kind`, two bytes and a tag of two more that each kind has a meaning for, the number of
+entries (u32), and the CRC-32 of the 12 bytes before it and of all behind the header.
 """
 
 from __future__ import annotations

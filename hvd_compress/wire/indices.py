@@ -1,33 +1,11 @@
 """Ascending indices in few bits: codes of the gaps between them, by Rice or by Elias.
 
-Indices that are spread over n places at random cannot be written in less than log2(n/k) + 1.44 bits
-each (k of them; the entropy of their choice).  Rice codes (Golomb, 1966; Rice and Plaunt, 1971)
-come within 0.1 bit of that: a gap g is cut into g >> b, written in unary, and the b bits below.
-The b is the best there is for the very gaps at hand.  So no gaps take more than by Elias-Fano,
-which cuts indices where Rice cuts gaps (log2(n/k) + 2 bits), nor more than a bitmap, which is the
-case of b = 0, cut off behind the last index.
+Rice codes (Golomb, 1966; Rice and Plaunt, 1971) come within 0.1 bit of the entropy of indices that
+are spread at random; Elias codes (1975) take a single bit for a gap of zero, and are shorter where
+indices stand together.  The shortest is taken.  The layouts of all three, and what was measured,
+stand in docs/wire-format.md#packed-indices.
 
-Indices that stand together, as in the rows of dead units, have many gaps of zero and a few long
-ones.  Elias codes (1975) write the number of bits of g + 1 before these bits, and so take a single
-bit for a gap of zero: gamma writes that number in unary, and is short for gaps of middle size;
-delta writes it in gamma, and is shorter for gaps of 31 and more.
-
-The shortest of the three is taken.  Unary parts and fields of all gaps stand together, which lets
-NumPy handle them as arrays::
-
-    Rice         u8    b, 0 to 48
-                 bits  k fields, the b low bits of each gap
-                 bits  for each gap g >> b zeros and a one
-    Elias gamma  u8    64
-                 bits  for each gap L zeros and a one, where 2^L <= g + 1 < 2^(L + 1)
-                 bits  k fields, the L low bits of each g + 1
-    Elias delta  u8    65
-                 bits  for each gap M zeros and a one, where 2^M <= L + 1 < 2^(M + 1)
-                 bits  k fields, the M low bits of each L + 1
-                 bits  k fields, the L low bits of each g + 1
-
-where gap i is the number of places between index i - 1 and index i, and "index -1" is -1.  The
-first bit of a field or byte is its lowest, and each part ends with zeros up to a full byte.
+Gap i is the number of places between index i - 1 and index i, and "index -1" is -1.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The frame of some rows of a matrix: the header, with kind 4, then the numbers of the rows as
-int64, then their bytes, padded to a multiple of 8.
-
-In the header the first number is the number of bytes of a row, modulo 256, and the second 0; the
-tag is of the number of rows of the matrix.  Values are sent as they are, in any dtype.
-"""
+"""The frame of some rows of a matrix, in any dtype: see docs/wire-format.md#rows."""
 
 from __future__ import annotations
 
