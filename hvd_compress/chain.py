@@ -110,6 +110,9 @@ class Aggregated(NamedTuple):
     update: Array | None = None
 
 
+Aggregation = Generator[Request, Any, Aggregated]
+
+
 class Aggregator(Configurable, abc.ABC, kind="block"):
     """A way of averaging the ranks' contributions; each is a file in
     ``hvd_compress.meetings``.  Subclasses are frozen dataclasses.
@@ -139,9 +142,7 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
         return {}
 
     @abc.abstractmethod
-    def aggregate(
-        self, x: Array, state: State, context: Context
-    ) -> Generator[Request, Any, Aggregated]:
+    def aggregate(self, x: Array, state: State, context: Context) -> Aggregation:
         """Average the flat array ``x`` over the ranks, as a generator of requests.  Neither ``x``
         nor ``state`` may be changed in place.  ``context.shape`` is the shape of the tensor."""
 

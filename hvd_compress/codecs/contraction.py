@@ -13,16 +13,12 @@ from hvd_compress.errors import ConfigError
 @dataclasses.dataclass(frozen=True)
 class contraction(Codec, name="contraction"):
     """The values that ``codec`` decodes to, divided by its zeta: of class U(zeta) becomes class
-    B3(zeta).
-
-    The same bytes are sent.
+    B3(zeta).  The same bytes are sent.
 
     Options:
         codec: an unbiased codec with known constants, such as ``natural()``.
 
     Reference: Beznosikov et al., JMLR 2023.
-
-    Divided by 9/8:
 
     >>> codec, x = contraction(natural()), np.array([4.0, -1.0])
     >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 2, x.dtype).round(3)

@@ -88,13 +88,10 @@ class exponential_dithering(Dithering, name="exponential_dithering"):
     """``norm * sign(x) * l``, where l is one of the two levels beside |x| / norm among
     0, base^(1 - levels), ..., base^-1, 1, drawn so that the expectation is x.
 
-    Sent: a norm a bucket, and log2(2 levels + 1) bits an element.
-
     Options:
         base: more than 1; 2 is natural dithering.
         levels: positive values there are, 1 to 127.
-        bucket: elements that share a norm; ``None``: all of a tensor.
-        norm: "l2", or "max", the largest magnitude.
+        bucket, norm: see :class:`uniform_dithering`.
 
     Reference: Horvath et al., MSML 2022, for base 2; Beznosikov et al., JMLR 2023.
 

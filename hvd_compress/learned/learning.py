@@ -16,7 +16,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
-from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.chain import Aggregated, Aggregation, Aggregator
 from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.config import check_fraction, checked, choice, converted
@@ -182,9 +182,7 @@ class Learned(Aggregator):
             "quality": xp.zeros(3, x),
         }
 
-    def aggregate(
-        self, x: Array, state: State, context: Context
-    ) -> Generator[Request, Any, Aggregated]:
+    def aggregate(self, x: Array, state: State, context: Context) -> Aggregation:
         part = CodedTensor(self, x, state, context)
         if not self._is_shared:
             (aggregated,) = yield from self._aggregate_all([part])

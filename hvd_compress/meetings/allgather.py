@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Encoded, Form, Sparse, State
-from hvd_compress.chain import Aggregated, Aggregator, Transform
+from hvd_compress.chain import Aggregated, Aggregation, Aggregator, Transform
 from hvd_compress.codecs import Codec, logarithmic
 from hvd_compress.config import choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
@@ -23,7 +22,7 @@ from hvd_compress.meetings.elements import as_values, elements
 from hvd_compress.meetings.sparse_vectors import add_up
 from hvd_compress.operators import Selector, random_k, top_k
 from hvd_compress.operators.base import Classes
-from hvd_compress.requests import Request, SparseSum
+from hvd_compress.requests import SparseSum
 from hvd_compress.requests.algorithms import SPARSE_SUMS
 from hvd_compress.transforms import error_feedback, momentum_correction
 from hvd_compress.wire.frame import CODECS
@@ -134,9 +133,7 @@ class allgather(Aggregator, name="allgather"):
         assert isinstance(self.select, Selector)
         return elements(self.select, self.values, self.indices)
 
-    def aggregate(
-        self, x: Array, state: State, context: Context
-    ) -> Generator[Request, Any, Aggregated]:
+    def aggregate(self, x: Array, state: State, context: Context) -> Aggregation:
         n = backend_of(x).size(x)
         coding = self.coding(n, context)
         if isinstance(coding, whole):
@@ -154,9 +151,7 @@ class allgather(Aggregator, name="allgather"):
         encoded = Encoded(*self._elements.pack(picked, x, context), state)
         return (yield from gathered(coding, encoded, x, context))
 
-    def _by_algorithm(
-        self, x: Array, own: Sparse, state: State, context: Context
-    ) -> Generator[Request, Any, Aggregated]:
+    def _by_algorithm(self, x: Array, own: Sparse, state: State, context: Context) -> Aggregation:
         """The engine adds vectors up on their way; what it has to round off stays here."""
         xp = backend_of(x)
         n, dtype = xp.size(x), xp.dtype(x)

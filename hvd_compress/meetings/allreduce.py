@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Form, State
-from hvd_compress.chain import Aggregated, Aggregator, Transform
+from hvd_compress.chain import Aggregated, Aggregation, Aggregator, Transform
 from hvd_compress.config import choice
 from hvd_compress.fused import FusedDrawn, FusedSum
 from hvd_compress.meetings.averaging import summed, whole
 from hvd_compress.meetings.drawn import drawn
 from hvd_compress.operators import random_k
 from hvd_compress.operators.base import IDENTITY, Classes
-from hvd_compress.requests import Request, Sum
+from hvd_compress.requests import Sum
 from hvd_compress.requests.algorithms import SUMS
 from hvd_compress.transforms import momentum_after_averaging
 
@@ -84,9 +83,7 @@ class allreduce(Aggregator, name="allreduce"):
             return self.wire
         return context.dtype if context.dtype in ("float16", "bfloat16") else None
 
-    def aggregate(
-        self, x: Array, state: State, context: Context
-    ) -> Generator[Request, Any, Aggregated]:
+    def aggregate(self, x: Array, state: State, context: Context) -> Aggregation:
         wire = self._wire(context)
         if self.select is None:
             return (yield from summed(x, state, context, wire, self.algorithm))

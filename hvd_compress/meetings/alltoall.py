@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, State
-from hvd_compress.chain import Aggregated, Aggregator, Transform
+from hvd_compress.chain import Aggregated, Aggregation, Aggregator, Transform
 from hvd_compress.codecs import Codec
 from hvd_compress.codecs.base import Coder, coded
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
@@ -18,7 +17,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.fused import FusedAlltoall
 from hvd_compress.meetings.codes import codes
 from hvd_compress.operators.at_random import own_generator
-from hvd_compress.requests import Alltoall, Gather, Request
+from hvd_compress.requests import Alltoall, Gather
 from hvd_compress.sharding import shards_of
 
 
@@ -65,9 +64,7 @@ class alltoall(Aggregator, name="alltoall"):
     def fused(self, transforms: Sequence[Transform], context: Context) -> FusedAlltoall | None:
         return FusedAlltoall.of(transforms, context, self.codec)
 
-    def aggregate(
-        self, x: Array, state: State, context: Context
-    ) -> Generator[Request, Any, Aggregated]:
+    def aggregate(self, x: Array, state: State, context: Context) -> Aggregation:
         xp = backend_of(x)
         n, dtype = xp.size(x), np.dtype(xp.dtype(x))
         codec = self.codec.for_shape(context.shape)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, Sparse, State
-from hvd_compress.chain import Aggregated
+from hvd_compress.chain import Aggregated, Aggregation
 from hvd_compress.config import choice
-from hvd_compress.requests import Gather, Request, Sum
+from hvd_compress.requests import Gather, Sum
 from hvd_compress.wire.frame import decode_dense, encode_dense
 from hvd_compress.wire.header import padded
 
@@ -70,7 +69,7 @@ def summed(
     context: Context,
     wire: str | None = None,
     algorithm: str | None = None,
-) -> Generator[Request, Any, Aggregated]:
+) -> Aggregation:
     """Average all elements of the flat ``x``, in a sum; see :class:`hvd_compress.requests.Sum`."""
     xp = backend_of(x)
     total = yield Sum(x, wire, algorithm)
@@ -78,9 +77,7 @@ def summed(
     return Aggregated(mean, xp.round_to(x, wire), xp.all_finite(mean), state)
 
 
-def summed_densely(
-    own: Sparse, like: Array, state: State, context: Context
-) -> Generator[Request, Any, Aggregated]:
+def summed_densely(own: Sparse, like: Array, state: State, context: Context) -> Aggregation:
     """Average elements of an array like ``like`` in a sum of all its elements, which moves fewer
     bytes than the messages of many ranks."""
     xp = backend_of(like)
@@ -89,9 +86,7 @@ def summed_densely(
     return aggregated._replace(sent=own)
 
 
-def gathered(
-    coding: Coding, own: Encoded, like: Array, context: Context
-) -> Generator[Request, Any, Aggregated]:
+def gathered(coding: Coding, own: Encoded, like: Array, context: Context) -> Aggregation:
     """Give every rank the messages of all, of arrays like ``like``; each adds them up in the order
     of the ranks."""
     varies = coding.varies(backend_of(like).size(like), context)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from hvd_compress.base import Array, Coding, Context, Form, Place, Plan, Spec, State
-from hvd_compress.chain import Aggregated, Aggregator, Transform
+from hvd_compress.chain import Aggregation, Aggregator, Transform
 from hvd_compress.config import converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.meetings.averaging import summed, whole
-from hvd_compress.requests import Request
 from hvd_compress.schedules import Start, as_start, started
 
 
@@ -59,9 +58,7 @@ class dense_until(Aggregator, name="dense_until"):
     def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
         self.via.check_feedback(shape, context)
 
-    def aggregate(
-        self, x: Array, state: State, context: Context
-    ) -> Generator[Request, Any, Aggregated]:
+    def aggregate(self, x: Array, state: State, context: Context) -> Aggregation:
         if started(self.start, context.step, context.epoch):
             return (yield from self.via.aggregate(x, state, context))
         own = {key: state[key] for key in self.keys if key in state}

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, Sparse, State
-from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.chain import Aggregation, Aggregator
 from hvd_compress.config import choice
 from hvd_compress.meetings.averaging import gathered, summed, summed_densely, whole
 from hvd_compress.operators.at_random import own_generator, random_k, shared_generator
 from hvd_compress.operators.base import Classes
-from hvd_compress.requests import Request
 from hvd_compress.wire.frame import decode_dense, encode_dense
 from hvd_compress.wire.header import padded
 
@@ -149,9 +148,7 @@ class gather_drawn(Aggregator, name="gather_drawn"):
             return whole()
         return drawn(self.select, unbiased=self.unbiased, wire=self.wire)
 
-    def aggregate(
-        self, x: Array, state: State, context: Context
-    ) -> Generator[Request, Any, Aggregated]:
+    def aggregate(self, x: Array, state: State, context: Context) -> Aggregation:
         xp, coding = backend_of(x), self.coding(backend_of(x).size(x), context)
         if not isinstance(coding, drawn):
             return (yield from summed(x, state, context))

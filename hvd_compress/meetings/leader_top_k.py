@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Sparse, State
-from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.chain import Aggregated, Aggregation, Aggregator
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
@@ -51,9 +51,7 @@ class leader_top_k(Aggregator, name="leader_top_k"):
     def coding(self, n: int, context: Context) -> Coding:
         return whole() if self._select.count(n, context) == n else elements(self._select)
 
-    def aggregate(
-        self, x: Array, state: State, context: Context
-    ) -> Generator[Request, Any, Aggregated]:
+    def aggregate(self, x: Array, state: State, context: Context) -> Aggregation:
         xp = backend_of(x)
         k = self._select.count(xp.size(x), context)
         if k == xp.size(x):

@@ -12,7 +12,7 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.base import Array, Context, Sparse, State
-from hvd_compress.chain import Aggregated, Aggregator
+from hvd_compress.chain import Aggregated, Aggregation, Aggregator
 from hvd_compress.config import checked, choice, converted, numbers
 from hvd_compress.meetings.averaging import summed
 from hvd_compress.meetings.sparse_vectors import add_up, contains, join, largest, pick
@@ -60,9 +60,7 @@ class ok_topk(Aggregator, name="ok_topk"):
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         return {"global_threshold": backend_of(x).zeros(1, x)}
 
-    def aggregate(
-        self, x: Array, state: State, context: Context
-    ) -> Generator[Request, Any, Aggregated]:
+    def aggregate(self, x: Array, state: State, context: Context) -> Aggregation:
         xp, select = backend_of(x), top_k(self.density)
         n = xp.size(x)
         k = select.count(n, context)

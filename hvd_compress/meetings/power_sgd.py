@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, State
-from hvd_compress.chain import Aggregated, Aggregator, Transform
+from hvd_compress.chain import Aggregated, Aggregation, Aggregator, Transform
 from hvd_compress.config import checked, choice, numbers
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedLowRank
@@ -90,9 +90,7 @@ class power_sgd(Aggregator, Coding, name="power_sgd"):
             state[key] = xp.cast(xp.from_numpy(factor, x), xp.dtype(x))
         return state
 
-    def aggregate(
-        self, x: Array, state: State, context: Context
-    ) -> Generator[Request, Any, Aggregated]:
+    def aggregate(self, x: Array, state: State, context: Context) -> Aggregation:
         xp = backend_of(x)
         n, m = matrix_shape(context.shape)
         if n * m == 0:
@@ -186,9 +184,7 @@ class power_sgd(Aggregator, Coding, name="power_sgd"):
             return state
         return {"factor": xp.reshape(without_zeros(xp, new, old), (-1,))}
 
-    def _one_side(
-        self, xp: Any, matrix: Array, state: State, context: Context
-    ) -> Generator[Request, Any, Aggregated]:
+    def _one_side(self, xp: Any, matrix: Array, state: State, context: Context) -> Aggregation:
         n, m = xp.shape(matrix)
         q, p = xp.reshape(state["factor"], (-1, m)), xp.reshape(state["other_factor"], (-1, n))
         rank = xp.shape(q)[0]

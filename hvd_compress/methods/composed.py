@@ -98,17 +98,9 @@ class _Composed(Compressor):
             )
         return found.pop()
 
-    @property
-    def momentum(self) -> float | None:  # type: ignore[override]
-        return self._common("momentum")
-
-    @property
-    def nesterov(self) -> bool | None:  # type: ignore[override]
-        return self._common("nesterov")
-
-    @property
-    def weight_decay(self) -> str | None:  # type: ignore[override]
-        return self._common("weight_decay")
+    momentum = property(lambda self: self._common("momentum"))
+    nesterov = property(lambda self: self._common("nesterov"))
+    weight_decay = property(lambda self: self._common("weight_decay"))
 
     def _with_momentum(self, part: Compressor) -> Compressor:
         takes = self.takes_momentum and not part.takes_momentum
@@ -137,9 +129,7 @@ def _momentum_after(
 @dataclasses.dataclass(frozen=True)
 class MomentumAfter(Chained, name="momentum_after"):
     """``compressor``, and then momentum on the average: for methods that leave momentum to the
-    optimizer, beside others that take it over.
-
-    State: the compressor's, and ``velocity``.
+    optimizer, beside others that take it over.  State: also ``velocity``.
 
     Options:
         compressor: a chain, or a method that is made of chains, as most are.
@@ -227,7 +217,7 @@ class Partition(_Composed, name="partition"):
 
 @dataclasses.dataclass(frozen=True)
 class Switch(_Composed, name="switch"):
-    """``first`` until ``start``, and ``then`` from there on; see :func:`switch`.
+    """``first`` until ``start``, and ``then`` from there on; :func:`switch` makes it.
 
     State: that of both, which they share where keys are equal; a residual stays as it is while the
     other method is in use and has none.
@@ -237,8 +227,7 @@ class Switch(_Composed, name="switch"):
         start: a number of steps, or ``After("epoch", ...)``.
 
     Raises:
-        ConfigError: at the first tensor for which ``first`` keeps per rank what must be equal on
-            all ranks for ``then``: DGC's velocity, say, and momentum on the average.
+        ConfigError: ``first`` keeps per rank what must be equal on all ranks for ``then``.
 
     >>> world = World(switch("none", TopK(density=0.5), start=1), size=1)
     >>> [world.exchange([np.array([4.0, 1.0])])[0].mean.tolist() for step in range(2)]

@@ -21,9 +21,8 @@ from hvd_compress.transforms import error_feedback, majority_vote, moving_averag
 class SignSGD(Chained, name="signsgd"):
     """Send the sign of each element; step along what the majority says, +1, -1, or 0 for a tie.
 
-    Sent: one bit an element.  No state.  Nothing corrects the bias, and steps do not shrink with
-    the gradient: the learning rate must, and be some hundred times smaller, which
-    :class:`~hvd_compress.NeedsTuning` warns of.  For common learning rates use :class:`EFSignSGD`.
+    Sent: one bit an element.  No state.  Steps do not shrink with the gradient: the learning rate
+    must, and be some hundred times smaller, which :class:`~hvd_compress.NeedsTuning` warns of.
     Ranks whose gradient is zero vote at random.
 
     Reference: Bernstein, Wang, Azizzadenesheli, Anandkumar, ICML 2018.

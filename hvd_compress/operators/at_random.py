@@ -92,14 +92,12 @@ def _as_tuple(probability: Any) -> Any:
 @dataclasses.dataclass(frozen=True)
 class bernoulli(Selector, name="bernoulli"):
     """Element i with probability p_i, sent as it is, whatever becomes of the others; each rank
-    draws for itself.  How many are sent differs from step to step.
+    draws for itself.
 
     Options:
-        probability: in (0, 1], of every element, or a tuple with one for each element of the
-            tensor.
+        probability: in (0, 1], of every element, or a tuple with one for each of the tensor.
 
-    Reference: Beznosikov, Horvath, Richtarik, Safaryan, JMLR 2023, where biased random
-    sparsification is for any random set of elements; here they are drawn one by one.
+    Reference: Beznosikov, Horvath, Richtarik, Safaryan, JMLR 2023, for any random set of elements.
 
     >>> x = np.array([8.0, 1.0, 2.0, 1.0])
     >>> [bernoulli(probability=0.5).select(x, None, Context(step=s)).tolist() for s in range(3)]
@@ -153,12 +151,9 @@ class adaptive_random(Selector, name="adaptive_random"):
     """Element i with probability |x_i| / |x|_1, sent as it is; each rank draws for itself.
 
     It keeps sum |x_i|^3 / |x|_1 of the energy |x|^2 in expectation, at least 1/d of it, like the
-    largest element, and more than a uniform draw; without looking for the largest.  Biased: small
-    elements are rarely sent.
+    largest element.  Biased: small elements are rarely sent.
 
     Reference: Beznosikov, Horvath, Richtarik, Safaryan, JMLR 2023.
-
-    The element of 8 with a probability of 0.8:
 
     >>> x = np.array([8.0, 1.0, 0.0, 1.0])
     >>> [adaptive_random().select(x, 1, Context(step=step)).item() for step in range(8)]

@@ -56,8 +56,7 @@ def slow_momentum(
         d: what the ranks moved by since, on average, with the sign of a gradient.
         u: the momentum; zeros at first.
         rate: the learning rate of the local step at which the round ends.
-        lr: of the outer step, alpha in the paper; 1 for steps as long as those of the ranks.
-        momentum: beta in the paper, in [0, 1).
+        lr, momentum: alpha, and beta in [0, 1), of the paper.
 
     Reference: Wang et al., ICLR 2020.
 

@@ -65,17 +65,14 @@ def _stacked(requests: Sequence[Batch]) -> list[Array]:
 
 @dataclasses.dataclass(eq=False)
 class Joint(Request):
-    """Run one exchange for all tensors of the model that request the same ``function``, in place of
-    one exchange for each: they belong into one bucket, whatever its size.  ``function(arguments)``
-    gets the ``argument`` of each of them, in an order that is the same on all ranks; it is a
-    generator of requests, and returns a list of replies in that order.
+    """Run one exchange for all tensors of the model that request the same ``function``: they belong
+    into one bucket, whatever its size.  ``function(arguments)`` gets the ``argument`` of each of
+    them, in an order that is the same on all ranks; it is a generator of requests, and returns a
+    list of replies in that order.
 
     Attributes:
-        weight: the bytes of the common messages are counted to the tensors in proportion to this
-            number from 1, for instance the number of elements that a tensor sends.
+        weight: the bytes of the common messages are counted to the tensors in proportion to it.
         key: tensors that differ in it have exchanges of their own, for instance their dtype.
-
-    One sum for two tensors:
 
     >>> def together(arrays):
     ...     total = yield Sum(np.concatenate(arrays))

@@ -141,15 +141,10 @@ class Neighbors(Collective):
     """Send ``payload`` (1-D, uint8) to each rank in ``targets``, and receive the payload of each
     rank in ``sources``; the reply is the list of these, in the order of ``sources``.
 
-    A rank is a target of all its sources, and a source of all its targets; the two may differ, as
-    in a directed graph, and both may be empty.  Nothing is sent to other ranks.  Tensors of one
-    bucket that request neighbours in the same round have the same ones.
-
-    ``equal_sizes`` is a promise that the payloads of this rank and of its sources have equally many
-    bytes.  Without it sizes are exchanged first: in a round of their own over MPI and
-    torch.distributed, and as part of every all-to-all over Horovod, whatever was promised.
-
-    Of three ranks each sends to the next one:
+    A rank is a target of all its sources, and a source of all its targets; the two may differ, and
+    both may be empty.  Tensors of one bucket that request neighbours in the same round have the
+    same ones.  ``equal_sizes`` is a promise that the payloads of this rank and of its sources have
+    equally many bytes; without it sizes are exchanged first.
 
     >>> def ring(i):
     ...     return Neighbors(np.array([i], np.uint8), ((i + 1) % 3,), ((i - 1) % 3,))

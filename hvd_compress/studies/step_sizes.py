@@ -93,9 +93,6 @@ class FeedbackSteps(NamedTuple):
         decreasing  eta_k = 4 / (mu (kappa + k)),     w_k = kappa + k,
                     kappa = 56 (2 delta + B) L / mu
 
-    With exact gradients that vanish at the minimum on every rank the constant step converges
-    linearly; else it stops at a neighbourhood, and decreasing steps go on as 1 / K.
-
     Attributes:
         delta: of what is sent, class B3: ``top_k(0.01).classes(d).delta``.
         smoothness: L.

@@ -115,9 +115,7 @@ def averaged(average: Array, x: Array, weight: float) -> Array:
 @dataclasses.dataclass(frozen=True)
 class moving_average(TakesMomentum, name="moving_average"):
     """``m = beta m + (1 - beta) g``, per rank, passes on ``m``; or, if ``nesterov``, what the next
-    ``m`` would be if the gradient came again, ``beta m + (1 - beta) g``.
-
-    It takes the place of the optimizer's momentum: see :class:`smoothing` for an average beside it.
+    ``m`` would be if the gradient came again.  It takes the place of the optimizer's momentum.
 
     State: ``velocity`` m, which starts from zero.
 
@@ -141,10 +139,8 @@ class moving_average(TakesMomentum, name="moving_average"):
 
 @dataclasses.dataclass(frozen=True)
 class smoothing(Transform, name="smoothing"):
-    """``a = weight a + (1 - weight) g``, per rank, passes on ``a``: against noise.
-
-    The optimizer's momentum stays where it is: see :class:`moving_average` for an average in its
-    place.
+    """``a = weight a + (1 - weight) g``, per rank, passes on ``a``: against noise, beside the
+    optimizer's momentum, whose place :class:`moving_average` takes.
 
     State: ``average`` a, which starts from zero.
 
