@@ -87,7 +87,7 @@ class StepModel:
                 if p == 1:
                     return 0.0
                 entries = EntryCount(k, n, pair, item=4)
-                return seconds_by_owners(self.cost.costs, entries, p, pair * k, exchanges=3)
+                return seconds_by_owners(self.cost, entries, p, pair * k, exchanges=3)
             if method != "DGC":
                 return self.cost.sparse_seconds(method, k, n, pair=pair, size=p)
             # What an allgather brings is added to a dense array, not to sparse vectors.

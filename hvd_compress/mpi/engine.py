@@ -84,8 +84,8 @@ def _reduce(request: Sum | Max, comm: Communicator, tag: int, predivide: float) 
 
 def _sparse_sum(request: SparseSum, comm: Communicator, tag: int, predivide: float) -> Algorithm:
     run = sparse_of_exchange(comm, request.algorithm)
-    options = {"values": request.wire, "indices": "packed", "op": "sum", "may_be_dense": True}
-    form, brought, rounded_off, like = prepare(request.sparse, request.n, comm, **options)
+    options = request.wire, "packed", "sum"
+    form, brought, rounded_off, like = prepare(request.sparse, request.n, comm, *options)
     channel = Channel(comm, tag)
     total, lost = yield from run(channel, brought, form)
     return SparseTotal(

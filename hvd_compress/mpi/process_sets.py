@@ -93,7 +93,8 @@ def _numbers(ranks: Any) -> list[int]:
 
 
 global_process_set = ProcessSet(None)
-_node: list[Communicator] = []
+#: the number of this rank on its node, and of the ranks there
+_on_node = (0, 1)
 #: in the order in which all ranks made them
 _made: list[ProcessSet] = []
 
@@ -119,10 +120,10 @@ def init(
             f'process_sets={process_sets!r}: a list such as [hvd.ProcessSet([0, 1])], or "dynamic"'
         )
     if global_process_set.comm is None:
+        global _on_node
         global_process_set.comm = Communicator(comm)
-        ranks = global_process_set.comm
-        node = ranks.mpi.Split_type(MPI.COMM_TYPE_SHARED)
-        _node.append(Communicator(node))  # which has a duplicate
+        node = global_process_set.comm.mpi.Split_type(MPI.COMM_TYPE_SHARED)
+        _on_node = (node.rank, node.size)
         node.Free()
     for process_set in sets:
         add_process_set(process_set)
@@ -133,9 +134,6 @@ def shutdown() -> None:
     for process_set in [*_made, global_process_set]:
         process_set.free()
     _made.clear()
-    for comm in _node:
-        comm.free()
-    _node.clear()
 
 
 def is_initialized() -> bool:
@@ -157,13 +155,13 @@ def size() -> int:
 def local_rank() -> int:
     """Return the number of this rank on its node."""
     global_process_set.rank()  # says if init() is missing
-    return _node[0].rank
+    return _on_node[0]
 
 
 def local_size() -> int:
     """Return the number of ranks on this node."""
     global_process_set.rank()  # says if init() is missing
-    return _node[0].size
+    return _on_node[1]
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -45,8 +45,8 @@ def sparse_allgather(
     """
     communicator = Communicator.of(comm)
     with communicator.told():
-        options = {"values": values, "indices": indices, "op": "sum"}
-        form, brought, _, like = prepare(sparse, n, communicator, **options)
+        options = values, indices, "sum", False
+        form, brought, _, like = prepare(sparse, n, communicator, *options)
     lengths = [form.n] * communicator.size
 
     def start() -> Algorithm:

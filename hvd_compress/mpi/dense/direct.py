@@ -13,7 +13,6 @@ from typing import Any
 
 from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.transport.channel import Channel
-from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction
 from hvd_compress.sharding import shards_of
@@ -68,7 +67,7 @@ def direct(
     yield channel.exchange(returning, results, phases[1])
 
 
-def _seconds(costs: Costs, n: int, p: int) -> float:
+def _seconds(costs: Any, n: int, p: int) -> float:
     """2 alpha + 2 (P-2) overhead + 2 n (P-1)/P beta_fan + n (P-1)/P gamma."""
     share = n * (p - 1) / p
     return 2 * costs.round_with_all(p) + 2 * share * costs.fan + share * costs.gamma

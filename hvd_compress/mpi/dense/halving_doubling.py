@@ -9,40 +9,31 @@ to the largest, and results down again (Rabenseifner and Traeff, 2004).
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.transport.channel import Channel
-from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.transport.reduction import Reduction
 
 
-class _Range(NamedTuple):
-    start: int
-    stop: int
-
-    def half(self, which: int) -> _Range:
-        middle = (self.start + self.stop) // 2
-        return _Range(self.start, middle) if which == 0 else _Range(middle, self.stop)
-
-    @property
-    def slice(self) -> slice:
-        return slice(self.start, self.stop)
+def _half(part: slice, which: int) -> slice:
+    middle = (part.start + part.stop) // 2
+    return slice(part.start, middle) if which == 0 else slice(middle, part.stop)
 
 
-def _owned(n: int, member: int, rounds: int) -> list[_Range]:
+def _owned(n: int, member: int, rounds: int) -> list[slice]:
     """Return the parts that member ``member`` of a block still holds after 0, 1 ... ``rounds``
     halvings."""
-    ranges = [_Range(0, n)]
+    ranges = [slice(0, n)]
     for step in range(rounds):
-        ranges.append(ranges[-1].half(member >> step & 1))
+        ranges.append(_half(ranges[-1], member >> step & 1))
     return ranges
 
 
 def _halve(
     channel: Channel, members: Sequence[int], partial: Any, reduction: Reduction
-) -> Generator[Wait, None, _Range]:
+) -> Generator[Wait, None, slice]:
     """Reduce-scatter among ``members``, and return the part that this rank holds afterwards."""
     member, rounds = members.index(channel.rank), len(members).bit_length() - 1
     ranges = _owned(len(partial), member, rounds)
@@ -50,11 +41,11 @@ def _halve(
     for step in range(rounds):
         peer = members[member ^ (1 << step)]
         keep = ranges[step + 1]
-        give = ranges[step].half(1 - (member >> step & 1))
+        give = _half(ranges[step], 1 - (member >> step & 1))
         taken = arriving[: keep.stop - keep.start]
-        given = partial[give.slice]
+        given = partial[give]
         yield channel.exchange({peer: taken}, {peer: given}, "halving", (step + 1, rounds))
-        own = partial[keep.slice]
+        own = partial[keep]
         reduction.add(own, taken, own)
     return ranges[-1]
 
@@ -65,8 +56,8 @@ def _double(channel: Channel, members: Sequence[int], out: Any) -> Algorithm:
     ranges = _owned(len(out), member, rounds)
     for step in reversed(range(rounds)):
         peer = members[member ^ (1 << step)]
-        theirs = out[ranges[step].half(1 - (member >> step & 1)).slice]
-        own = out[ranges[step + 1].slice]
+        theirs = out[_half(ranges[step], 1 - (member >> step & 1))]
+        own = out[ranges[step + 1]]
         yield channel.exchange({peer: theirs}, {peer: own}, "doubling", (rounds - step, rounds))
 
 
@@ -95,7 +86,7 @@ def halving_doubling(channel: Channel, x: Any, out: Any, reduction: Reduction) -
     smaller = blocks[index + 1] if index + 1 < len(blocks) else None
     larger = blocks[index - 1] if index > 0 else None
     below = smaller[(rank - block.start) % len(smaller)] if smaller else None
-    above: dict[int, _Range] = {}
+    above: dict[int, slice] = {}
     if larger:
         rounds = len(larger).bit_length() - 1
         for member in range(rank - block.start, len(larger), len(block)):
@@ -104,21 +95,21 @@ def halving_doubling(channel: Channel, x: Any, out: Any, reduction: Reduction) -
     if below is not None:
         taken = reduction.scratch(mine.stop - mine.start)
         yield channel.exchange({below: taken}, {}, "sums from the smaller block")
-        own = partial[mine.slice]
+        own = partial[mine]
         reduction.add(own, taken, own)
     if above:
-        sums = {peer: partial[part.slice] for peer, part in above.items()}
+        sums = {peer: partial[part] for peer, part in above.items()}
         yield channel.exchange({}, sums, "sums to the larger block")
-        results = {peer: out[part.slice] for peer, part in above.items()}
+        results = {peer: out[part] for peer, part in above.items()}
         yield channel.exchange(results, {}, "results from the larger block")
     else:
-        reduction.finish(partial[mine.slice], out[mine.slice])
+        reduction.finish(partial[mine], out[mine])
     if below is not None:
-        yield channel.exchange({}, {below: out[mine.slice]}, "results to the smaller block")
+        yield channel.exchange({}, {below: out[mine]}, "results to the smaller block")
     yield from _double(channel, block, out)
 
 
-def _seconds(costs: Costs, n: int, p: int) -> float:
+def _seconds(costs: Any, n: int, p: int) -> float:
     """2 log2(P) alpha + 2 n (P-1)/P beta_pair + n (P-1)/P gamma."""
     share = n * (p - 1) / p
     seconds = 2 * (p.bit_length() - 1) * costs.alpha

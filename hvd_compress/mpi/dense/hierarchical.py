@@ -24,12 +24,11 @@ from hvd_compress.mpi.dense.algorithm import DEPTH, Allreduce
 from hvd_compress.mpi.dense.direct import direct
 from hvd_compress.mpi.dense.mpi import ALGORITHM as MPIS_OWN
 from hvd_compress.mpi.transport.channel import Channel
-from hvd_compress.mpi.transport.nodes import ACROSS, Nodes, named
+from hvd_compress.mpi.transport.nodes import ACROSS, INSIDE, Nodes
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction, reduction_of
 
-_EVEN = "inside the node, reduce-scatter", "inside the node, allgather"
-_UNEVEN = "inside the node, reduce", "inside the node, broadcast"
+_EVEN, _UNEVEN = ("reduce-scatter", "allgather"), ("reduce", "broadcast")
 
 
 def hierarchical(nodes: Nodes, across: Allreduce, name: str) -> Allreduce:
@@ -39,7 +38,7 @@ def hierarchical(nodes: Nodes, across: Allreduce, name: str) -> Allreduce:
     assert inside is not None
 
     def run(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
-        between = None if nodes.across is None else channel.within(nodes.across)
+        between = None if nodes.across is None else channel.within(nodes.across, ACROSS)
 
         def reduce_across(partial: Any) -> Algorithm:
             assert between is not None
@@ -47,13 +46,15 @@ def hierarchical(nodes: Nodes, across: Allreduce, name: str) -> Allreduce:
             op = "sum" if reduction.op == "mean" else reduction.op
             dtype = "float32" if reduction.widens else reduction.dtype
             reduce = reduction_of(op, dtype, partial, between.size)
-            return named(ACROSS, across.run(between, partial, partial, reduce))
+            return across.run(between, partial, partial, reduce)
 
         # The first rank of an uneven node adds up all.
         rest = (inside.size - 1) * [slice(len(x), len(x))]
         parts = None if nodes.is_even else [slice(0, len(x)), *rest]
         phases = _EVEN if nodes.is_even else _UNEVEN
-        return direct(channel.within(inside), x, out, reduction, parts, reduce_across, phases)
+        return direct(
+            channel.within(inside, INSIDE), x, out, reduction, parts, reduce_across, phases
+        )
 
     # Blocks overtake each other, and MPI's own collectives must be called in one order.
     depth = 1 if across is MPIS_OWN else DEPTH

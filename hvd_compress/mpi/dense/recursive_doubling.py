@@ -15,7 +15,6 @@ from typing import Any
 
 from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.transport.channel import Channel
-from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction
 
@@ -48,7 +47,7 @@ def recursive_doubling(channel: Channel, x: Any, out: Any, reduction: Reduction)
     reduction.give_back(own, theirs, total)
 
 
-def _seconds(costs: Costs, n: int, p: int) -> float:
+def _seconds(costs: Any, n: int, p: int) -> float:
     """log2(P) (alpha + n beta_pair + n gamma)."""
     doublings = p.bit_length() - 1
     folds = 1 if p & (p - 1) else 0  # the last ranks' arrays before, and results afterwards

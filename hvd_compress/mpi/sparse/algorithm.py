@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Generator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector
 from hvd_compress.mpi.sparse.messages import Format
 from hvd_compress.mpi.transport.channel import Channel
-from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.progress import Wait
 
 #: what an algorithm returns: the result, and what rounding took off on this rank
@@ -44,9 +43,9 @@ class SparseAllreduce:
     Attributes:
         name: by which users choose it.
         run: adds up, over a channel and in the format of a call.
-        seconds: those on P ranks, 2 or more, by rounds, bytes and entries.
+        seconds: those on P ranks, 2 or more, by a :class:`.CostModel` of rounds, bytes and entries.
     """
 
     name: str
     run: Run
-    seconds: Callable[[Costs, EntryCount, int], float]
+    seconds: Callable[[Any, EntryCount, int], float]

@@ -7,13 +7,13 @@ others, k (P - 1) of them, however many fall on the same places.
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Any
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, empty
 from hvd_compress.mpi.sparse.algorithm import EntryCount, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.messages import Format, most_bytes
 from hvd_compress.mpi.transport.channel import Channel, exchange
-from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.progress import Wait
 
 
@@ -39,7 +39,7 @@ def allgather(channel: Channel, mine: Sparse, form: Format) -> Summed:
     return form.result(form.add_up(parts, form.n, form.dtype)), empty(form.wide)
 
 
-def _seconds(costs: Costs, entries: EntryCount, p: int) -> float:
+def _seconds(costs: Any, entries: EntryCount, p: int) -> float:
     sizes_and_vectors = 2 * costs.round_with_all(p)
     # One vector after the other is merged into the sum so far.
     merged = sum(entries.union(ranks) + entries.k for ranks in range(1, p))

@@ -18,7 +18,7 @@ from hvd_compress.mpi.sparse.algorithm import Run, Summed
 from hvd_compress.mpi.sparse.messages import Format, entries_of
 from hvd_compress.mpi.sparse.split_allgather import assemble, from_owners, to_owners
 from hvd_compress.mpi.transport.channel import Channel
-from hvd_compress.mpi.transport.nodes import ACROSS, Nodes, named
+from hvd_compress.mpi.transport.nodes import ACROSS, INSIDE, Nodes
 from hvd_compress.sharding import bounds_of
 
 
@@ -28,27 +28,20 @@ def hierarchical(nodes: Nodes, across: Run) -> Run:
 
     def run(channel: Channel, mine: Sparse, form: Format) -> Summed:
         assert nodes.inside is not None
-        inside = channel.within(nodes.inside)
+        inside = channel.within(nodes.inside, INSIDE)
         bounds = bounds_of(form.n, nodes.owners) + [form.n] * (inside.size - nodes.owners)
         length = bounds[inside.rank + 1] - bounds[inside.rank]
-        parts = yield from named("inside the node", to_owners(inside, mine, bounds, form))
+        parts = yield from to_owners(inside, mine, bounds, form)
 
         done: Vector = empty(form.dtype)
         if nodes.across is not None:
             region = entries_of(form.add_up(parts, length, form.wide))
-            between = channel.within(nodes.across)
-            theirs = Format.of(
-                length,
-                form.wide,
-                indices=form.codec,
-                op="sum",
-                size=between.size,
-                may_be_dense=True,
-            )
-            total, _ = yield from named(ACROSS, across(between, region, theirs))
+            between = channel.within(nodes.across, ACROSS)
+            theirs = Format(length, form.wide, form.wide, form.codec, "sum", between.size)
+            total, _ = yield from across(between, region, theirs)
             done, _ = form.settle(total)
 
-        regions = yield from named("inside the node", from_owners(inside, done, bounds, form))
+        regions = yield from from_owners(inside, done, bounds, form)
         return assemble(regions, bounds, form), empty(form.wide)
 
     return run

@@ -34,6 +34,9 @@ class Format:
         codec: of indices, see ``encode_sparse``.
         op, size: "sum" or "mean", over so many ranks.
         may_be_dense: vectors become dense arrays where that is shorter.
+
+    Raises:
+        ConfigError: an option does not exist or does not fit.
     """
 
     n: int
@@ -42,28 +45,16 @@ class Format:
     codec: str
     op: str
     size: int
-    may_be_dense: bool
+    may_be_dense: bool = True
 
-    @classmethod
-    def of(
-        cls,
-        n: int,
-        dtype: str,
-        *,
-        values: str | None = None,
-        indices: str,
-        op: str,
-        size: int,
-        may_be_dense: bool = False,
-    ) -> Format:
-        """Return the format of a call.  Raise ``ConfigError`` for options that do not exist or do
-        not fit."""
-        check_choice("op", op, ("sum", "mean"))
-        check_choice("indices", indices, CODECS)
-        check_choice("values", values, (None, *DTYPES))
-        if values is not None and np.dtype(values).itemsize > np.dtype(dtype).itemsize:
-            raise ConfigError(f"values={values!r} is wider than the values, which are {dtype}")
-        return cls(int(n), dtype, values or dtype, indices, op, size, may_be_dense)
+    def __post_init__(self) -> None:
+        check_choice("op", self.op, ("sum", "mean"))
+        check_choice("indices", self.codec, CODECS)
+        check_choice("values", self.wire, (None, *DTYPES))
+        if np.dtype(self.wire).itemsize > np.dtype(self.dtype).itemsize:
+            raise ConfigError(
+                f"values={self.wire!r} is wider than the values, which are {self.dtype}"
+            )
 
     @property
     def wide(self) -> str:

@@ -12,13 +12,13 @@ of every addition, so that all ranks hold the same bits, whatever NaNs are in th
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, empty
 from hvd_compress.mpi.sparse.algorithm import EntryCount, SparseAllreduce, Summed
 from hvd_compress.mpi.sparse.messages import Format, most_bytes, with_values
 from hvd_compress.mpi.transport.channel import Channel, exchange
-from hvd_compress.mpi.transport.costs import Costs
 
 
 def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
@@ -65,7 +65,7 @@ def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
     return total, empty(form.wide)
 
 
-def _seconds(costs: Costs, entries: EntryCount, p: int) -> float:
+def _seconds(costs: Any, entries: EntryCount, p: int) -> float:
     steps = [1 << step for step in range(p.bit_length() - 1)]
     rounds, moved = len(steps), sum(map(entries.message, steps))
     if p & (p - 1):

@@ -70,8 +70,7 @@ def reduce(
         function = "hierarchical_sparse_allreduce"
     with communicator.told():
         check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
-        options = {"values": values, "indices": indices, "op": op, "may_be_dense": True}
-        form, brought, rounded_off, like = prepare(sparse, n, communicator, **options)
+        form, brought, rounded_off, like = prepare(sparse, n, communicator, values, indices, op)
 
     def start() -> Algorithm:
         add_up = choose(communicator, algorithm) if choose else ALGORITHMS[algorithm].run
@@ -84,12 +83,20 @@ def reduce(
 
 
 def prepare(
-    sparse: Sparse, n: int, comm: Communicator, **options: Any
+    sparse: Sparse,
+    n: int,
+    comm: Communicator,
+    values: str | None,
+    indices: str,
+    op: str,
+    may_be_dense: bool = True,
 ) -> tuple[Format, Sparse, Sparse, Any]:
     """Return the format of a call, what the others receive of ``sparse``, what rounding takes off,
-    and what results are to be like; ``options`` are those of :meth:`.Format.of`."""
+    and what results are to be like; the options are those of :class:`.Format`."""
     mine, like = take_in(sparse, n)
-    form = Format.of(n, mine.values.dtype.name, size=comm.size, **options)
+    dtype = mine.values.dtype.name
+    values = dtype if values is None else values
+    form = Format(int(n), dtype, values, indices, op, comm.size, may_be_dense)
     brought, rounded_off = form.bring(mine)
     return form, brought, rounded_off, like
 

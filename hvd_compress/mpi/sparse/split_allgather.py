@@ -11,6 +11,7 @@ dense; all messages of a phase are in flight at once.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,6 @@ from hvd_compress.mpi.sparse.algorithm import EntryCount, SparseAllreduce, Summe
 from hvd_compress.mpi.sparse.allgather import gather
 from hvd_compress.mpi.sparse.messages import Format, entries_of, most_bytes, with_values
 from hvd_compress.mpi.transport.channel import Channel, exchange
-from hvd_compress.mpi.transport.costs import Costs
 from hvd_compress.mpi.transport.progress import Wait
 from hvd_compress.requests.sparse import cut
 from hvd_compress.sharding import bounds_of
@@ -71,12 +71,12 @@ def assemble(regions: Sequence[Vector], bounds: Sequence[int], form: Format) -> 
     return join([entries_of(region) for region in regions], bounds)
 
 
-def _seconds(costs: Costs, entries: EntryCount, p: int) -> float:
+def _seconds(costs: Any, entries: EntryCount, p: int) -> float:
     return seconds_by_owners(costs, entries, p, entries.message(p), 2)
 
 
 def seconds_by_owners(
-    costs: Costs, entries: EntryCount, p: int, returned: float, exchanges: int
+    costs: Any, entries: EntryCount, p: int, returned: float, exchanges: int
 ) -> float:
     """Return the seconds of so many exchanges with all ranks, in which owners of regions add up and
     return ``returned`` bytes in all."""

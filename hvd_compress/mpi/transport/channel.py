@@ -30,12 +30,13 @@ class Channel:
         self.rank, self.size = comm.rank, comm.size
         self.bytes_sent = self.bytes_received = 0
         self.whole: Channel | None = None  # see within
+        self.place = ""
 
-    def within(self, subgroup: Any) -> Channel:
+    def within(self, subgroup: Any, place: str) -> Channel:
         """Return the channel of the same algorithm in a subgroup of the ranks, whose bytes count in
-        this one, too."""
-        channel = subgroup.channel(self.tag)
-        channel.whole = self
+        this one, too; time-outs say that they are of that ``place``."""
+        channel = Channel(subgroup, self.tag)
+        channel.whole, channel.place = self, f"{place}, "
         return channel
 
     def exchange(
@@ -76,7 +77,7 @@ class Channel:
                 counter.bytes_sent += sent
         if self.whole is not None:
             self.whole.bytes_received += received
-        return Wait(requests, messages, phase, step, None, is_bulk)
+        return Wait(requests, messages, self.place + phase, step, None, is_bulk)
 
 
 def _pieces(array: Any, size: int) -> list[Any]:

@@ -148,7 +148,7 @@ class Communicator:
         self.collectives = 0  # of MPI's own, whose ranks say that they wait with notes
         self.notes: dict[int, str] = {}  # by the rank that has left it, see notes.py
         self._tuning = _Tuning()
-        self._nodes: Any = None  # see nodes.py
+        self._nodes: dict[int | None, Any] = {}  # see nodes.py
         self.entries: dict[Any, int] = {}
         self._made_from: Communicator | None = None  # which lives as long as this one
         self._family = family_of(comm)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from mpi4py import MPI
 
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.transport.communicator import Communicator
-from hvd_compress.mpi.transport.progress import Wait
 
-#: how messages call the second level
-ACROSS = "across nodes"
+#: how messages call the levels
+INSIDE, ACROSS = "inside the node", "across nodes"
 
 
 class Subgroup(Communicator):
@@ -84,17 +83,6 @@ def _subgroup(comm: Communicator, color: int, members: tuple[int, ...]) -> Subgr
     return subgroup
 
 
-def named(place: str, algorithm: Generator[Wait, None, Any]) -> Generator[Wait, None, Any]:
-    """Run the algorithm such that its time-outs say where it runs."""
-    while True:
-        try:
-            wait = next(algorithm)
-        except StopIteration as stop:
-            return stop.value
-        wait.phase = f"{place}, {wait.phase}"
-        yield wait
-
-
 def suffix_of(ranks_per_node: int | None) -> str:
     """Return what follows the name of an algorithm that goes by way of nodes."""
     return f" {ACROSS}" + ("" if ranks_per_node is None else f" of {ranks_per_node}")
@@ -110,8 +98,6 @@ def nodes_of(comm: Communicator, ranks_per_node: int | None = None) -> Nodes:
     """
     if ranks_per_node is not None and (type(ranks_per_node) is not int or ranks_per_node < 1):
         raise ConfigError(f"ranks_per_node={ranks_per_node!r}: a number of ranks, 1 or more")
-    if comm._nodes is None:
-        comm._nodes = {}
     if ranks_per_node not in comm._nodes:
         comm._nodes[ranks_per_node] = Nodes(comm, _leaders(comm, ranks_per_node))
     return comm._nodes[ranks_per_node]

@@ -30,7 +30,6 @@ from hvd_compress.mpi.dense import ALGORITHMS as DENSE
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.sparse.algorithm import EntryCount
 from hvd_compress.mpi.transport.arrays import HALVES
-from hvd_compress.mpi.transport.costs import Costs
 
 #: one element in so many is an entry where sparse algorithms are measured
 SPARSITY = 1000
@@ -86,10 +85,16 @@ class CostModel:
         _check_points("sparse_points", self.sparse_points, SPARSE, "entries")
 
     @property
-    def costs(self) -> Costs:
-        pair = self.beta if self.beta_pair is None else self.beta_pair
-        fan = self.beta if self.beta_fan is None else self.beta_fan
-        return Costs(self.alpha, self.beta, self.gamma, self.overhead, pair, fan, self.merge)
+    def pair(self) -> float:
+        return self.beta if self.beta_pair is None else self.beta_pair
+
+    @property
+    def fan(self) -> float:
+        return self.beta if self.beta_fan is None else self.beta_fan
+
+    def round_with_all(self, p: int) -> float:
+        """Return the seconds of a round of small messages with all other of ``p`` ranks."""
+        return self.alpha + (p - 2) * self.overhead
 
     def seconds(self, algorithm: str, n: int, *, size: int | None = None) -> float:
         """Return the seconds of a dense allreduce of ``n`` bytes on ``size`` ranks (``None``: the
@@ -111,7 +116,7 @@ class CostModel:
             raise ConfigError(f"algorithm={algorithm!r} has no cost model")
         if (formula := DENSE[algorithm].seconds) is None:
             raise ConfigError(f"algorithm={algorithm!r} is known for the measured ranks only")
-        return formula(self.costs, n, p)
+        return formula(self, n, p)
 
     def fastest(
         self,
@@ -162,7 +167,7 @@ class CostModel:
         if algorithm not in SPARSE:
             raise ConfigError(f"algorithm={algorithm!r} has no cost model")
         entries = EntryCount(k, n, pair, item)
-        return 0.0 if p == 1 else SPARSE[algorithm].seconds(self.costs, entries, p)
+        return 0.0 if p == 1 else SPARSE[algorithm].seconds(self, entries, p)
 
     def fastest_sparse(self, k: int, n: int, *, pair: float = 8, item: int = 4) -> str:
         """Return the sparse algorithm that is expected to be fastest, of those that lose
