@@ -73,6 +73,10 @@ def norm(x: Array) -> Array:
     return tf.sqrt(tf.reduce_sum(tf.square(tf.cast(x, tf.float64))))
 
 
+def sum(x: Array) -> Array:
+    return tf.reduce_sum(tf.cast(x, tf.float64))
+
+
 def scale(x: Array, factor: Any) -> Array:
     return x * _number(factor, x.dtype)
 

@@ -86,6 +86,10 @@ def norm(x: Array) -> float:
     return torch.linalg.vector_norm(x, dtype=torch.float64).item()
 
 
+def sum(x: Array) -> float:
+    return x.sum(dtype=torch.float64).item()
+
+
 def scale(x: Array, factor: Any) -> Array:
     if isinstance(factor, torch.Tensor) and factor.device != x.device:  # a norm over several
         factor = factor.to(x.device)

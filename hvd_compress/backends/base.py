@@ -65,6 +65,9 @@ class Backend(Protocol):
     def norm(self, x: Array) -> float:
         """L2 norm, added up in float64."""
 
+    def sum(self, x: Array) -> float:
+        """The sum of all elements, added up in float64; for methods of users."""
+
     def scale(self, x: Array, factor: float) -> Array:
         """``x`` times a number, such as a quotient of norms."""
 

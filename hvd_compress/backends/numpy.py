@@ -77,6 +77,10 @@ def norm(x: Array) -> float:
     return float(np.sqrt(np.sum(np.square(x, dtype=np.float64))))
 
 
+def sum(x: Array) -> float:
+    return float(np.sum(x, dtype=np.float64))
+
+
 def scale(x: Array, factor: float) -> Array:
     return x * factor
 
