@@ -56,7 +56,6 @@ class Coordinator:
         seed: the seed of random numbers that the ranks share.
         like: an array of the kind in which ranks compare what must be equal; ``None`` for the kind
             of the parameters.
-        node: the name of this rank's node; ``None`` for the host's.
 
     Raises:
         ConfigError: it is no training method, or does not work with so many ranks.
@@ -82,7 +81,6 @@ class Coordinator:
         *,
         seed: int = 0,
         like: Array = None,
-        node: str | None = None,
     ) -> None:
         self.method = method = as_training_method(method)
         method.check_ranks(engine.size)
@@ -92,7 +90,7 @@ class Coordinator:
         self._shapes: dict[str, tuple[int, ...]] | None = None
         self._start: list[str] | None = None  # of a state that no ranks have compared yet
         self._rates: Mapping[str, float] = {}
-        self._like, self._node = like, socket.gethostname() if node is None else node
+        self._like = like
         self._consolidated: tuple[int, dict[str, Any]] | None = None
         self._has_begun = False  # before_step was called and after_step was not
         self._sent = _SentStore(self)
@@ -231,7 +229,7 @@ class Coordinator:
             self.owner.engine.size,
             tuple(self._losses) if self.method.loss_window else (),
             self._rates,
-            self._node,
+            socket.gethostname(),
             self.owner.like,
         )
         result, self.owner.state = self._driven(function(parameters, self.state, context))
@@ -307,11 +305,6 @@ class Coordinator:
         self.owner.bring_in()
         self._consolidated = self.step, self.reducer.state_dict()
 
-    @property
-    def is_consolidated(self) -> bool:
-        """Whether :meth:`consolidate` was called after the last step."""
-        return self._consolidated is not None and self._consolidated[0] == self.step
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: arrays by name and key, and plain numbers.
 
@@ -327,13 +320,12 @@ class Coordinator:
                 "an exchange is under way: call consolidate_state_dict() on every rank before "
                 "state_dict()"
             )
-        if self.is_consolidated:
-            assert self._consolidated is not None
-            compression = self._consolidated[1]
-        else:
+        step, compression = self._consolidated or (None, {})
+        is_mean = step == self.step
+        if not is_mean:
             compression = self.reducer.state_dict(consolidate=False)
         return self.owner.state_dict(
-            consolidated=self.is_consolidated,
+            consolidated=is_mean,
             training=self.method.to_config(),
             losses=[float(loss) for loss in self._losses],
             compression=compression,

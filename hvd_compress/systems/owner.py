@@ -107,11 +107,6 @@ class Owner:
         """Whether something was started that has not come in."""
         return self._wait is not None
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether something was started that has not been taken up."""
-        return self.is_in_flight or bool(self._arrived)
-
     def poll(self) -> None:
         """Move on what is in flight, without waiting."""
         if self.is_in_flight:

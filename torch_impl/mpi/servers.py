@@ -3,7 +3,6 @@ Leader SGD."""
 
 from __future__ import annotations
 
-import collections
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -165,11 +164,8 @@ class Worker(ServedModel, servers.ParameterServer):
 
 
 class _OnServer:
-    """The user's optimizer, over the arrays that the server owns.
-
-    It is a copy, whose parameters share memory with the server's arrays; it begins with the state
-    that the optimizer has already.
-    """
+    """The user's optimizer, over the arrays that the server owns: a copy, whose parameters share
+    memory with them.  It begins with the state that the optimizer has already."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str], frozen: bool
@@ -188,30 +184,19 @@ class _OnServer:
             group["lr"] = rates[i] if rates else self._theirs.param_groups[i]["lr"]
         self._copy.step()
 
-    def _made(self, parameters: Mapping[str, np.ndarray]) -> torch.optim.Optimizer:
-        made = copy.copy(self._theirs)
-        made.state, made.param_groups = collections.defaultdict(dict), []
-        for group in self._theirs.param_groups:
-            own = []
-            for p in group["params"]:
-                name = self._names[p]
-                if name not in parameters:
-                    continue  # it is not trained
-                mine = self._parameters[name] = torch.nn.Parameter(
-                    torch.from_numpy(parameters[name])
-                )
-                own.append(mine)
-                if p in self._theirs.state:
-                    made.state[mine] = {
-                        key: x.detach().clone().to(mine.dtype)
-                        if isinstance(x, torch.Tensor) and x.shape == p.shape and p.dim()
-                        else copy.deepcopy(x)
-                        for key, x in self._theirs.state[p].items()
-                    }
-            changed = {**group, "params": own}
-            if self._without_momentum:
-                changed |= {"momentum": 0.0, "nesterov": False}
-            made.param_groups.append(changed)
+    def _made(self, parameters: Arrays) -> torch.optim.Optimizer:
+        self._parameters = {
+            name: torch.nn.Parameter(torch.from_numpy(x)) for name, x in parameters.items()
+        }
+        trained = {p: self._parameters[n] for p, n in self._names.items() if n in parameters}
+        made = copy.deepcopy(self._theirs, {id(p): mine for p, mine in trained.items()})
+        for p in self._parameters.values():
+            for key, x in made.state.get(p, {}).items():
+                if isinstance(x, torch.Tensor) and x.shape == p.shape and p.dim():
+                    made.state[p][key] = x.to(p.dtype)
+        if self._without_momentum:
+            for group in made.param_groups:
+                group.update(momentum=0.0, nesterov=False)
         return made
 
 

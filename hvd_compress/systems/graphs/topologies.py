@@ -76,7 +76,7 @@ class Topology(Configurable, abc.ABC, kind="graph"):
         Raises:
             ConfigError: it is not connected, over all steps of a period.
         """
-        return _graph(self, size, step % self.period(size)).copy()
+        return _graphs(self, size)[step % self.period(size)].copy()
 
     def weights(self, size: int, step: int = 0) -> np.ndarray:
         """Return the combination matrix of a step, (size, size), doubly stochastic.
@@ -84,31 +84,21 @@ class Topology(Configurable, abc.ABC, kind="graph"):
         Raises:
             ConfigError: the graph is not connected, or its weights are not doubly stochastic.
         """
-        return _weights(self, size, step % self.period(size)).copy()
+        return _weights(self, size)[step % self.period(size)].copy()
 
 
-def _bare(topology: Topology, size: int, step: int) -> Any:
+@functools.lru_cache(maxsize=256)
+def _graphs(topology: Topology, size: int) -> list[Any]:
+    """Return the graphs of a period."""
     nx = networkx()
     if not is_whole(size) or size < 1:
         raise ConfigError(f"a topology needs a number of ranks from 1; got {size!r}")
-    graph = topology.edges(size, step)
-    graph.add_nodes_from(range(size))
-    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
-    if set(graph) != set(range(size)):
-        raise ConfigError(f"{topology!r} has nodes beyond the {size} ranks 0 to {size - 1}")
-    return graph
-
-
-@functools.lru_cache(maxsize=256)
-def _graph(topology: Topology, size: int, step: int) -> Any:
-    _check_connected(topology, size)
-    return _bare(topology, size, step)
-
-
-@functools.lru_cache(maxsize=256)
-def _check_connected(topology: Topology, size: int) -> None:
-    nx = networkx()
-    graphs = [_bare(topology, size, step) for step in range(topology.period(size))]
+    graphs = [topology.edges(size, step) for step in range(topology.period(size))]
+    for graph in graphs:
+        graph.add_nodes_from(range(size))
+        graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+        if set(graph) != set(range(size)):
+            raise ConfigError(f"{topology!r} has nodes beyond the {size} ranks 0 to {size - 1}")
     whole = nx.compose_all(graphs)
     connected = nx.is_strongly_connected if whole.is_directed() else nx.is_connected
     if not connected(whole):
@@ -116,14 +106,16 @@ def _check_connected(topology: Topology, size: int) -> None:
             f"{topology!r} is not connected with {size} ranks, which could never agree: add edges, "
             "or for a random graph choose a larger p or another seed"
         )
+    return graphs
 
 
 @functools.lru_cache(maxsize=256)
-def _weights(topology: Topology, size: int, step: int) -> np.ndarray:
-    w = topology.combination(_graph(topology, size, step))
-    check_doubly_stochastic(w)
-    check_brings_together(w)
-    return w
+def _weights(topology: Topology, size: int) -> list[np.ndarray]:
+    found = [topology.combination(graph) for graph in _graphs(topology, size)]
+    for w in found:
+        check_doubly_stochastic(w)
+        check_brings_together(w)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

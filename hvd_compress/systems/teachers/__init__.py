@@ -11,9 +11,8 @@ examples, and losses in NumPy.
 from hvd_compress.systems.teachers.codistiller import Codistiller
 from hvd_compress.systems.teachers.exchanges import Counterparts
 from hvd_compress.systems.teachers.losses import LOSSES
-from hvd_compress.systems.teachers.method import Codistillation
+from hvd_compress.systems.teachers.method import Codistillation, Decay, Ramp, WeightDecay
 from hvd_compress.systems.teachers.sampling import CoordinatedSampler
-from hvd_compress.systems.teachers.weights import Decay, Ramp, WeightDecay
 
 __all__ = [
     "LOSSES",

@@ -167,11 +167,9 @@ class Codistiller:
             if sent:
                 self._count(list(sent.values()))
                 self.owner.start(_by_teacher(sent, peers, self.method.values))
-        if self.method.is_due(self.step - self.method.delay) and self.owner.is_under_way:
+        if self.method.is_due(self.step - self.method.delay) and (new := self.owner.arrived()):
             state = self.owner.state
-            self.owner.state = {
-                key: {**state.get(key, {}), **new} for key, new in self.owner.arrived().items()
-            }
+            self.owner.state = {key: {**state.get(key, {}), **x} for key, x in new.items()}
         self.owner.poll()
         return self.teachers
 
