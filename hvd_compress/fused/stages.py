@@ -182,7 +182,7 @@ class StagedPlan(InPlacePlan):
         own: slice,
         step: Context,
         sent: Sent | None,
-        mean: Callable[[np.ndarray], None],
+        mean: Callable[[np.ndarray], Any],
     ) -> None:
         """Write result and states of a run of elements.
 

@@ -33,7 +33,7 @@ class Kind(enum.IntEnum):
     CODED = 3  # values in the codes of a codec: codecs/frame.py
     ROWS = 4  # of a matrix: wire/rows.py
     SERVER = 5  # of a parameter server and its workers
-    BUCKET = 6  # values of several tensors in codes: fused/coded.py
+    BUCKET = 6  # values of several tensors in codes: fused/coded_plan.py
     CONTENT = 7  # bytes that are no gradient: wire/content.py
 
 

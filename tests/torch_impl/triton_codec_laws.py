@@ -30,7 +30,7 @@ from hvd_compress.codecs.frame import decode_coded, encode_sent
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
-from hvd_compress.fused import code_messages
+from hvd_compress.fused import coded_plan
 from hvd_compress.kernels import codecs as loops
 from hvd_compress.kernels import reference
 from hvd_compress.meetings import allgather, alltoall
@@ -425,14 +425,14 @@ def test_buckets_of_a_step_that_fails_keep_their_states(
     for step in range(3):
         gradients = gradients_of(random, 2)
         if step == 1:
-            before, opened = copy.deepcopy(ranks.states), code_messages.opened
+            before, opened = copy.deepcopy(ranks.states), coded_plan.opened
             left = [passed]
 
             def damaged(frame, *args, left=left, opened=opened, **options):
                 left[0] -= 1
                 return opened(frame[:-8] if left[0] < 0 else frame, *args, **options)
 
-            monkeypatch.setattr(code_messages, "opened", damaged)
+            monkeypatch.setattr(coded_plan, "opened", damaged)
             with pytest.raises(PayloadError):
                 ranks.exchange(at_device(gradients))
             monkeypatch.undo()

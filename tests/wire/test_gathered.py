@@ -34,8 +34,6 @@ SIZE = 4
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
 ROOT = Path(hvd_compress.__file__).parent
 pytestmark = pytest.mark.filterwarnings("ignore::hvd_compress.PoorFit")
-#: where Triton is needed, in whose laws they are damaged: tests/torch_impl/triton_codec_laws.py
-ON_DEVICES = {"fused/coded_on_device.py"}
 #: methods that bring every block that gathers, and the step whose messages are damaged
 METHODS = [
     *((name, 0) for name in ("topk-sampled", "dgc-compact", "onebit", "efsignsgd-allgather")),
@@ -214,7 +212,7 @@ def test_every_part_that_gathers_is_tried(monkeypatch):
         *(of_method(name, step, fused) for name, step in METHODS for fused in (False, True)),
     ):
         assert Run(begin()[0]).messages
-    assert gathering() - found == ON_DEVICES
+    assert gathering() <= found
 
 
 def test_bytes_of_all_ranks_that_lie_end_to_end():

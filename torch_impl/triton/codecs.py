@@ -29,8 +29,8 @@ _Random = np.random.Generator
 
 
 class Codes:
-    """The codes of many runs of elements; see
-    :class:`hvd_compress.fused.coded_on_device.Codes`."""
+    """The codes of runs of elements of a flat array, all at once; codecs differ in the length of
+    their runs at most."""
 
     def __init__(self, codecs: Sequence[Codec], spans: Sequence[slice], like: torch.Tensor) -> None:
         self._loops = loops.loops_of(codecs[0])
@@ -58,7 +58,7 @@ class Codes:
         return not self.draws or self._place_of(random) is not None
 
     def encode(self, x: torch.Tensor, randoms: Sequence[_Random | None]) -> Made:
-        """Return the codes of ``x``.
+        """Return the codes of ``x``, given the generator of each run.
 
         Raises:
             ValueError: kernels can draw nothing from a generator.
@@ -119,7 +119,7 @@ class Made:
         self._loops, self._tasks, self._room = own, tasks, room
 
     def decode(self, out: torch.Tensor) -> None:
-        """Write what they decode to."""
+        """Write what they decode to, each run where its elements are."""
         self._decode(out, WRITE)
 
     def take_off(self, out: torch.Tensor) -> None:
@@ -127,7 +127,7 @@ class Made:
         self._decode(out, TAKE_OFF)
 
     def look(self, left: torch.Tensor) -> None:
-        """Note what is finite of what is left."""
+        """Note whether what is left, the elements of the runs, is finite."""
         with torch.cuda.device_of(left):
             loops.look(self._tasks._replace(x=left), LEFT)
 
