@@ -23,7 +23,7 @@ from hvd_compress import methods
 from hvd_compress.base import Compressor, Context
 from hvd_compress.config import lookup
 from hvd_compress.engines import lockstep
-from hvd_compress.engines.base import watched
+from hvd_compress.engines.base import alone
 from hvd_compress.errors import NeedsTuning
 from hvd_compress.requests import Collective
 
@@ -75,7 +75,7 @@ def costs(method: Compressor) -> MethodCosts:
             )
             for rank, (gradient, state) in enumerate(zip(gradients, states, strict=True))
         ]
-        outcomes = lockstep.run([watched(exchanges[0], note), *exchanges[1:]])
+        outcomes = lockstep.run([alone(exchanges[0], note), *exchanges[1:]])
         states = [outcome.state for outcome in outcomes]
         total += seen if step in _LATE else []
     n, size = len(_LATE) * gradients[0].size, gradients[0].nbytes

@@ -84,34 +84,25 @@ SAME_TENSORS = (
 )
 
 
-def watched(
-    exchange: Generator[Any, Any, Any], note: Callable[[Collective, Any], None]
-) -> Generator[Any, Any, Any]:
-    """The exchange of a tensor, or of a bucket by its plan, which asks for nothing that concerns
-    others; ``note(request, reply)`` learns of each of its collectives."""
-    exchange, reply = alone(exchange), None
-    while True:
-        try:
-            with phase("other"):
-                request = exchange.send(reply)
-        except StopIteration as stop:
-            return stop.value
-        reply = yield request
-        note(request, reply)
-
-
-def alone(exchange: Generator[Any, Any, Any]) -> Generator[Collective, Any, Any]:
-    """The exchange of a tensor that is in a bucket of its own: what concerns many tensors is
-    answered here."""
+def alone(
+    exchange: Generator[Any, Any, Any], note: Callable[[Collective, Any], None] | None = None
+) -> Generator[Collective, Any, Any]:
+    """The exchange of a tensor that is in a bucket of its own, or of a bucket by its plan: what
+    concerns many tensors is answered here.  ``note(request, reply)`` learns of each of its
+    collectives."""
     reply = None
     while True:
-        try:
-            request = exchange.send(reply)
-        except StopIteration as stop:
-            return stop.value
+        with phase("other"):
+            try:
+                request = exchange.send(reply)
+            except StopIteration as stop:
+                return stop.value
+            if isinstance(request, Batch):
+                (reply,) = Batch.answers([request])
+                continue
         if isinstance(request, Joint):
-            (reply,) = yield from alone(request.function([request.argument]))
-        elif isinstance(request, Batch):
-            (reply,) = Batch.answers([request])
-        else:
-            reply = yield request
+            (reply,) = yield from alone(request.function([request.argument]), note)
+            continue
+        reply = yield request
+        if note is not None:
+            note(request, reply)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.engines.base import watched
+from hvd_compress.engines.base import alone
 from hvd_compress.requests import Collective
 from hvd_compress.sharding import divided
 from hvd_compress.stats import Record
@@ -24,7 +24,7 @@ def counted(
         record.bytes_sent += request.nbytes
         count(record, request, reply, rank, size)
 
-    return watched(exchange, note)
+    return alone(exchange, note)
 
 
 def count(record: Record, request: Collective, reply: Any, rank: int, size: int) -> None:

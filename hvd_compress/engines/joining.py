@@ -12,11 +12,13 @@ matrices in another order than one matrix (``Backend.batches``).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Mapping, Sequence
+import dataclasses
+import functools
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Outcome, Place, Plan, Sparse, Spec, State, Tensors
+from hvd_compress.base import Array, Averages, Context, Outcome, Place, Plan, Spec, State, Tensors
 from hvd_compress.engines.counting import count, counted, share_out
 from hvd_compress.requests import Batch, Collective, Joint
 from hvd_compress.stats import Record
@@ -25,7 +27,7 @@ from hvd_compress.times import phase
 Round = Generator[Collective, Any, None]
 
 
-class Look(NamedTuple):
+class BucketKey(NamedTuple):
     """The key by which a tensor falls into a bucket: the kind of its exchange (those of one kind
     can be joined), whether all tensors of this kind belong into one bucket, the bytes of the
     uncompressed gradient, and as text what must be the same on all ranks."""
@@ -60,7 +62,7 @@ class Member:
         self.advance(None)
         first = self.request
         kind, text = (None, "") if first is None else (first.kind, first.describe())
-        self.look = Look(kind, isinstance(first, Joint), nbytes, text)
+        self.look = BucketKey(kind, isinstance(first, Joint), nbytes, text)
 
     def advance(self, reply: Any) -> None:
         """Send the reply into the exchange; ``None`` before the first request."""
@@ -74,33 +76,30 @@ class Member:
                 self.record.bytes_sent += self.request.nbytes
 
 
+@dataclasses.dataclass(eq=False)
 class Placed:
     """A tensor that is exchanged by the plan of its bucket.
 
-    Args:
+    Attributes:
         name: the name of the tensor.
         gradient, state: its arrays.
         place: as its method has said.
         momentum: of the optimizer.
         extent: the elements and bytes of the uncompressed gradient.
-
-    Attributes:
         look: what decides about its bucket.
     """
 
-    def __init__(
-        self,
-        name: str,
-        gradient: Array,
-        state: State,
-        place: Place,
-        momentum: float,
-        extent: tuple[int, int] = (0, 0),
-    ) -> None:
-        self.name, self.gradient, self.state = name, gradient, state
-        self.place, self.momentum, self.extent = place, momentum, extent
-        text = f"joint work of weight {place.weight}"
-        self.look = Look((Placed, place.form, place.key), False, extent[1], text)
+    name: str
+    gradient: Array
+    state: State
+    place: Place
+    momentum: float
+    extent: tuple[int, int] = (0, 0)
+
+    @functools.cached_property
+    def look(self) -> BucketKey:
+        text = f"joint work of weight {self.place.weight}"
+        return BucketKey((Placed, self.place.form, self.place.key), False, self.extent[1], text)
 
 
 Entry = Member | Placed
@@ -137,28 +136,16 @@ def tensors_of(group: Sequence[Placed]) -> Tensors:
     )
 
 
-class Exchanged(NamedTuple):
-    """The result of the exchange of a bucket by its plan; see :class:`Averages` for what it has
-    from there.
-
-    Attributes:
-        record: the bytes of the step.
-    """
-
-    directions: Sequence[Array | Sparse]
-    states: Mapping[int, State]
-    counts: Any
-    record: Record
-
-
-def exchanged(plan: Plan, tensors: Tensors, step: Context) -> Generator[Collective, Any, Exchanged]:
-    """Run the exchange of a bucket by its plan."""
-    record = Record()
+def exchanged(
+    plan: Plan, tensors: Tensors, step: Context, record: Record
+) -> Generator[Collective, Any, Averages]:
+    """Run the exchange of a bucket by its plan, and count its bytes to ``record``."""
     exchange = counted(plan.exchange(tensors, step), record, step.rank, step.size)
-    directions, states, counts = yield from exchange
-    if tensors.flat is not None:  # whose owner may not have the states yet
-        states = {i: {**old, **states.get(i, {})} for i, old in enumerate(tensors.states)}
-    return Exchanged(directions, states, counts, record)
+    averages: Averages = yield from exchange
+    if tensors.flat is None:
+        return averages
+    own = enumerate(tensors.states)  # whose owner may not have them yet
+    return averages._replace(states={i: {**old, **averages.states.get(i, {})} for i, old in own})
 
 
 def joined(

@@ -148,10 +148,8 @@ class World:
             assert self._plans is not None
             key = step.rank, *(each.name for each in group)
             plan = self._plans[key] = plan_for(group, step, self._plans.get(key))
-            found = yield from exchanged(plan, tensors_of(group), step)
-            if step.rank == 0:
-                self.record.bytes_sent += found.record.bytes_sent
-                self.record.bytes_received += found.record.bytes_received
+            record = self.record if step.rank == 0 else Record()
+            found = yield from exchanged(plan, tensors_of(group), step, record)
             for i, (name, x) in enumerate(zip(plan.names, found.directions, strict=True)):
                 outcomes[name] = Outcome(x, None, found.states[i], additive=plan.additive)
         return outcomes

@@ -84,7 +84,6 @@ class StepOnDevice(CodedStep):
     def add_up(
         self, codes: Sequence[Sequence[np.ndarray]], known: Sequence[bool]
     ) -> Sequence[tuple[bool, bool]]:
-        self.arrays.columns()  # which have the memory of before
         plan, own = self.plan, self.plan.prepared.own_codes
         if own is None:
             return []
@@ -119,7 +118,7 @@ class StepOnDevice(CodedStep):
         left = self._residual()
         gone = [i for i in plan.foreign if finite[i]]
         zeros = [xp.full_like(total[prepared.tensors[i]], 0.0) for i in gone]
-        _, out, *_ = self.arrays.columns()
+        _, out, *_ = self.arrays.columns
         mean = xp.divided(total, plan.size)  # the last memory that is asked for
         if left is not None:
             self._write(self.arrays.states[_R], left, prepared.tensors, finite)

@@ -27,7 +27,6 @@ class StepOnHost(CodedStep):
 
     def __init__(self, plan: CodedPlan, arrays: Arrays, step: Context) -> None:
         super().__init__(plan, arrays, step)
-        self._views = arrays.views()
         #: where old residuals are, if the new ones are in their places already, and of which runs
         #: of each tensor they are: most often in the place of the gradients
         self._kept: list[np.ndarray] | None = None
@@ -39,13 +38,13 @@ class StepOnHost(CodedStep):
         return [np.empty(run.size, np.float32) for run in plan.mine]
 
     def on_host(self, key: str) -> list[np.ndarray]:
-        return self._views.states[key]
+        return self.arrays.views.states[key]
 
     def from_host(self, x: np.ndarray) -> Array:
         return x
 
     def encode(self) -> list[bool]:
-        plan, views, n = self.plan, self._views, threads()
+        plan, views, n = self.plan, self.arrays.views, threads()
         if self.stages.only_feeds_back and not plan.foreign:
             kept = views.out
             if overlap(Column(kept, plan.sizes)):  # what is kept of one would be another's gradient
@@ -72,7 +71,7 @@ class StepOnHost(CodedStep):
     def add_up(
         self, codes: Sequence[Sequence[np.ndarray]], known: Sequence[bool]
     ) -> list[tuple[bool, bool]]:
-        plan, views, n, found = self.plan, self.arrays.views(), threads(), []
+        plan, views, n, found = self.plan, self.arrays.views, threads(), []
         randoms, sums = plan.randoms(plan.mine, self.step, 1), (plan.prepared, plan.sums)
         rows = zip(plan.mine, codes, known, self._owned(views), randoms, *sums, strict=True)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -91,7 +90,7 @@ class StepOnHost(CodedStep):
     def settle(
         self, codes: Sequence[Sequence[np.ndarray]], known: Sequence[bool], finite: list[bool]
     ) -> list[bool]:
-        plan, views, n, by = self.plan, self.arrays.views(), threads(), np.float32(self.plan.size)
+        plan, views, n, by = self.plan, self.arrays.views, threads(), np.float32(self.plan.size)
         is_fed, settles = self._kept is not None, self._kept is None and self.stages.transforms
         # States, and what is kept of them where the result will be, wait for the sum of all ranks.
         is_late = plan.is_whole and (is_fed or settles)
@@ -152,7 +151,7 @@ class StepOnHost(CodedStep):
         assert self._kept is not None
         (key,) = self.stages.keys
         for own in self._fed.pop(tensor):
-            np.copyto(self._views.states[key][tensor][own], self._kept[tensor][own])
+            np.copyto(self.arrays.views.states[key][tensor][own], self._kept[tensor][own])
 
     def undo(self) -> None:
         for tensor in list(self._fed):

@@ -44,12 +44,12 @@ class FusedSum:
             x, _ = transform.update(x, {}, context)
         return Place(self, size, (xp.__name__, dtype, getattr(gradient, "device", None)), x)
 
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _SumPlan:
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> SumPlan:
         """See :class:`hvd_compress.base.Form`."""
-        return _SumPlan(self, specs, key, step)
+        return SumPlan(self, specs, key, step)
 
 
-class _SumPlan(Plan):
+class SumPlan(Plan):
     form: FusedSum
 
     def __init__(self, form: FusedSum, specs: Sequence[Spec], key: Hashable, step: Context) -> None:

@@ -44,11 +44,13 @@ class FusedDrawn(StagedForm):
     def weight(self, context: Context) -> int:
         return self.select.count(math.prod(context.shape), context)
 
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Plan:
-        return _Plan(self, specs, key, step)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> DrawnPlan:
+        return DrawnPlan(self, specs, key, step)
 
 
-class _Plan(StagedPlan):
+class DrawnPlan(StagedPlan):
+    """The plan of a bucket; see :mod:`hvd_compress.fused.drawn`."""
+
     form: FusedDrawn
 
     def __init__(
@@ -79,7 +81,7 @@ class _Plan(StagedPlan):
 
     def _encode(self, arrays: Arrays, places: list[np.ndarray], step: Context) -> None:
         """Write the values that are sent."""
-        views, values = arrays.views(), self._by_tensor(self._values)
+        views, values = arrays.views, self._by_tensor(self._values)
         with np.errstate(over="ignore", invalid="ignore"):
             for i, (n, at, out) in enumerate(zip(self.sizes, places, values, strict=True)):
                 its = arrays.context(step, i)
@@ -93,7 +95,7 @@ class _Plan(StagedPlan):
         self, arrays: Arrays, places: list[np.ndarray], mean: np.ndarray, step: Context
     ) -> list[bool]:
         """Write averages and states; return of which tensors they are finite."""
-        views, finite = arrays.views(), []
+        views, finite = arrays.views, []
         values = self._by_tensor(numpy.round_to(self._values, self.form.wire))
         for i, (at, its_mean) in enumerate(zip(places, self._by_tensor(mean), strict=True)):
             finite.append(bool(np.isfinite(its_mean).all()))

@@ -56,11 +56,13 @@ class FusedElements(StagedForm):
         """Return whether options say how many elements are sent."""
         return self.select.count(1, context) is not None
 
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Plan:
-        return _Plan(self, specs, key, step)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> ElementsPlan:
+        return ElementsPlan(self, specs, key, step)
 
 
-class _Plan(StagedPlan):
+class ElementsPlan(StagedPlan):
+    """The plan of a bucket; see :mod:`hvd_compress.fused.elements`."""
+
     form: FusedElements
 
     def __init__(
@@ -92,7 +94,7 @@ class _Plan(StagedPlan):
                 self._message.decode(xp.to_numpy(frame), f"rank {rank}")
                 for rank, frame in enumerate(frames)
             ]
-            finite, views = finite_of(self.sizes, theirs), arrays.views()
+            finite, views = finite_of(self.sizes, theirs), arrays.views
             counts = [at.size for at in places]
             arrays.counts = counts if None in self.counts else None
             parts = np.split(sent, np.cumsum(counts)[:-1])
@@ -106,7 +108,7 @@ class _Plan(StagedPlan):
 
     def _selected(self, arrays: Arrays, step: Context) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return places and values of the elements that are sent, of each tensor."""
-        views, found = arrays.views(), []
+        views, found = arrays.views, []
         with np.errstate(over="ignore", invalid="ignore"):
             for i, n in enumerate(self.sizes):
                 its = arrays.context(step, i)._replace(name=self.names[i])

@@ -9,7 +9,9 @@ copy; and a step with a NaN or Inf on any rank leaves them as they were.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Generator, Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -29,9 +31,10 @@ from hvd_compress.base import (
     Tensors,
 )
 from hvd_compress.chain import Transform, in_range
+from hvd_compress.errors import CompressionError
 from hvd_compress.fused.on_host import Memory, exchange_on_host
 from hvd_compress.kernels import are_flat
-from hvd_compress.kernels.arrays import Column, Columns
+from hvd_compress.kernels.arrays import MOVED, Column, addresses
 from hvd_compress.requests import Collective, Request
 
 _LOOPS = "hvd_compress.kernels"
@@ -51,20 +54,25 @@ class InPlaceForm(abc.ABC):
     sends_all: ClassVar[bool] = True
     #: results may be sparse
     makes_sparse: ClassVar[bool] = False
+    #: half precisions are taken, too, widened to float32
+    takes_halves: ClassVar[bool] = False
     #: transforms without a state that come first
     before: tuple[Transform, ...]
 
     def place(self, gradient: Array, context: Context) -> Place | None:
-        """Take float32."""
+        """Take what is exchanged as float32."""
         xp = backend_of(gradient)
-        if (context.sparse and not self.makes_sparse) or xp.dtype(gradient) != "float32":
+        if context.sparse and not self.makes_sparse:
             return None
+        is_widened = xp.dtype(gradient) != "float32"
+        if is_widened and (not self.takes_halves or xp.traces or context.sparse):
+            return None  # what comes back would be float32
         if None in context.shape or not xp.size(gradient):
             return None
         if (weight := self.weight(context)) is None:
             return None
         x = self.flat(gradient, context)
-        if not self.takes(x):
+        if xp.dtype(x) != "float32" or not self.takes(x):
             return None
         return Place(self, weight, (xp.__name__, getattr(x, "device", None)), x)
 
@@ -152,7 +160,16 @@ class InPlacePlan(Plan):
         arrays = Arrays(self, x, states, out, tensors.momenta)
         if not is_known:
             arrays.dtypes = [xp.dtype(gradient) for gradient in gradients]
-        finite = yield from self.meet(arrays, step)
+        meeting, reply = self.meet(arrays, step), None
+        with contextlib.closing(meeting):
+            while True:
+                try:
+                    request = meeting.send(reply)
+                except StopIteration as stop:
+                    finite: Sequence[bool] | np.ndarray = stop.value
+                    break
+                reply = yield request
+                arrays.check()
         directions: Sequence[Any] = out
         if arrays.sparse is not None:
             directions = arrays.sparse
@@ -198,6 +215,10 @@ class Arrays:
         sparse: the averages, where they are not written.
         new: states that take the place of the old ones, where these are not written.
         dtypes: of the gradients.
+        columns: gradients, where results are written, and states in the order of the bucket's keys.
+
+    Raises:
+        CompressionError: an array is of another kind or size.
     """
 
     def __init__(
@@ -213,12 +234,20 @@ class Arrays:
         self.counts: list[int] | None = None
         self.new: list[State] | None = None
         self.dtypes = ["float32"]
-        self._views: Views | None = None
         self.states = states
-        own = [(column, bucket.sizes_of(key)) for key, column in states.items()]
-        results = [] if out is gradients else [(out, bucket.sizes)]
-        self._columns = Columns([(gradients, bucket.sizes), *results, *own])
-        self._is_in_place = out is gradients
+        parts = [(gradients, bucket.sizes)] if out is gradients else []
+        parts = parts or [(gradients, bucket.sizes), (out, bucket.sizes)]
+        parts += [(column, bucket.sizes_of(key)) for key, column in states.items()]
+        self._arrays = [x for arrays, _ in parts for x in arrays]
+        self._sizes = [n for _, sizes in parts for n in sizes]
+        self._found = self._addresses()
+        self.columns, start = list[Column](), 0
+        for arrays, sizes in parts:
+            stop = start + len(arrays)
+            self.columns.append(Column(arrays, sizes, self._found[start:stop]))
+            start = stop
+        if out is gradients:
+            self.columns.insert(1, self.columns[0])
 
     def context(self, step: Context, tensor: int) -> Context:
         """Return what transforms are told of the step of a tensor."""
@@ -231,24 +260,26 @@ class Arrays:
         rows = zip(*self.states.values(), strict=True)
         return [dict(zip(self.states, row, strict=True)) for row in rows]
 
-    def columns(self) -> list[Column]:
-        """Return gradients, where results are written, and states in the order of the bucket's
-        keys; in every turn of this rank anew, since an array is not its memory.
+    def check(self) -> None:
+        """Look for all arrays in every turn of this rank anew, since an array is not its memory.
 
         Raises:
-            CompressionError: an array has other memory than when the step began.
+            CompressionError: one has other memory than when the step began.
         """
-        columns = self._columns.now()
-        return [columns[0], *columns] if self._is_in_place else columns
+        if not np.array_equal(self._addresses(), self._found):
+            raise CompressionError(MOVED)
 
+    def _addresses(self) -> np.ndarray:
+        found = addresses(self._arrays, self._sizes)
+        if found is None:
+            raise CompressionError(MOVED)
+        return found
+
+    @functools.cached_property
     def views(self) -> Views:
-        """Return the same as arrays of NumPy.  They are made once, and keep their memory until the
-        exchange is over."""
-        columns = self.columns()
-        if self._views is None:
-            x, out, *states = (column.flat_on_host() for column in columns)
-            self._views = Views(x, out, dict(zip(self.states, states, strict=True)))
-        return self._views
+        """The same as arrays of NumPy, which keep their memory until the exchange is over."""
+        x, out, *states = (column.flat_on_host() for column in self.columns)
+        return Views(x, out, dict(zip(self.states, states, strict=True)))
 
 
 class _Rooms(threading.local):

@@ -18,38 +18,29 @@ import numpy as np
 
 from hvd_compress.kernels import Column
 
-#: buckets that have such memory at a time
-_AT_A_TIME = 1
-
 
 class Spares:
-    """Memory that buckets hand on to each other, as long as there are any of them."""
+    """Memory that buckets hand on to each other as long as there are any, for one at a time."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
-        self._count = 0
+        self._is_taken = False
         self._lock = threading.Lock()
 
     def take(self, n: int) -> np.ndarray | None:
-        """Return memory of at least ``n`` float32, ``None`` if others have it all."""
+        """Return memory of at least ``n`` float32, ``None`` if another bucket has it."""
         with self._lock:
-            fitting = [x for x in self._free if x.size >= n]
-            if fitting:
-                found = min(fitting, key=len)
-                self._free = [x for x in self._free if x is not found]
-                return found
-            if self._count == _AT_A_TIME:
-                if not self._free:
-                    return None
-                self._free.pop(0)  # which is too small
-                self._count -= 1
-            self._count += 1
-        return np.empty(n, np.float32)
+            if self._is_taken:
+                return None
+            if not self._free or self._free[0].size < n:
+                self._free = [np.empty(n, np.float32)]
+            self._is_taken = True
+            return self._free.pop()
 
     def give(self, x: np.ndarray) -> None:
         """Take memory back."""
         with self._lock:
-            self._free.append(x)
+            self._free, self._is_taken = [x], False
 
 
 _shared: weakref.ref[Spares] | None = None

@@ -56,11 +56,13 @@ class FusedLowRank(InPlaceForm):
         n, m = matrix_shape(context.shape)
         return min(n, m, self.rank) * (n + m)
 
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Plan:
-        return _Plan(self, specs, key, step)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> LowRankPlan:
+        return LowRankPlan(self, specs, key, step)
 
 
-class _Plan(InPlacePlan):
+class LowRankPlan(InPlacePlan):
+    """The plan of a bucket; see :mod:`hvd_compress.fused.low_rank`."""
+
     form: FusedLowRank
 
     def __init__(
@@ -81,11 +83,11 @@ class _Plan(InPlacePlan):
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
         with phase("encode"):
-            rows = self._step.left(arrays.columns())
+            rows = self._step.left(arrays.columns)
         total = yield Sum(rows, owned=True)
         with phase("encode"):
-            own = self._step.right(arrays.columns(), total)
+            own = self._step.right(arrays.columns, total)
         total = yield Sum(own)
         with phase("add_up"):
-            finite: np.ndarray = self._step.settle(arrays.columns(), total)
+            finite: np.ndarray = self._step.settle(arrays.columns, total)
         return finite

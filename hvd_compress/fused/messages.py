@@ -79,7 +79,7 @@ class Unknown(Numbers):
         return indices, values.astype(np.float32, copy=False)
 
 
-class Codes:
+class CodedEntries:
     """Messages whose values are coded; see :class:`Numbers`."""
 
     def __init__(self, codec: logarithmic, indices: str, n: int, counts: Sequence[int]) -> None:
@@ -100,7 +100,7 @@ class Codes:
 
 def message_of(
     values: str | logarithmic, indices: str, n: int, counts: Sequence[int | None]
-) -> Numbers | Codes:
+) -> Numbers | CodedEntries:
     """Return the form of a message of ``counts`` entries of each tensor; all of them are ``None``
     if only the sender knows."""
     known = [count for count in counts if count is not None]
@@ -108,10 +108,10 @@ def message_of(
         return Unknown(values, indices, n)
     if isinstance(values, str):
         return Numbers(values, indices, n, known)
-    return Codes(values, indices, n, known)
+    return CodedEntries(values, indices, n, known)
 
 
-def gather_of(message: Numbers | Codes) -> Gather:
+def gather_of(message: Numbers | CodedEntries) -> Gather:
     """Return a request like those of such messages, with what there is in fresh memory."""
     return Gather(np.empty(message.size or 0, np.uint8), message.size is not None)
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Place, Sparse, Spec, State
+from hvd_compress.base import Array, Context, Sparse, Spec, State
 from hvd_compress.codecs import logarithmic
 from hvd_compress.fused.in_place import Arrays, InPlaceForm, InPlacePlan
 from hvd_compress.fused.kept import Kept, spares
@@ -47,6 +47,7 @@ class FusedTopK(InPlaceForm):
 
     sends_all: ClassVar[bool] = False
     makes_sparse: ClassVar[bool] = True
+    takes_halves: ClassVar[bool] = True
 
     select: top_k
     correction: momentum_correction | None
@@ -57,20 +58,16 @@ class FusedTopK(InPlaceForm):
     def weight(self, context: Context) -> int | None:
         return part_of(self.select, self.values, context)
 
-    def place(self, gradient: Array, context: Context) -> Place | None:
-        """See :class:`hvd_compress.base.Form`: arrays are taken that are float32, or half
-        precisions widened to it, that there are loops for, and of which a part is sent."""
-        if (k := self.weight(context)) is None:
-            return None
-        x = self.flat(gradient, context)
-        key = _key(gradient, x, context)
-        return None if key is None else Place(self, k, key, x)
+    def takes(self, x: Array) -> bool:
+        return loops_of(x) is not None
 
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> _Plan:
-        return _Plan(self, specs, key, step)
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> TopKPlan:
+        return TopKPlan(self, specs, key, step)
 
 
-class _Plan(InPlacePlan):
+class TopKPlan(InPlacePlan):
+    """The plan of a bucket; see :mod:`hvd_compress.fused.top_k`."""
+
     form: FusedTopK
     writes_states = False
 
@@ -130,7 +127,7 @@ class _Plan(InPlacePlan):
                 means = merged(self.sizes, theirs)
                 arrays.sparse = [Sparse(*(xp.from_numpy(x, like) for x in own)) for own in means]
             else:
-                self._loops.add_up(arrays.columns()[1], *zip(*theirs, strict=True), self.size)
+                self._loops.add_up(arrays.columns[1], *zip(*theirs, strict=True), self.size)
         return finite
 
     def _kept(self, arrays: Arrays, step: Context) -> Kept | None:
@@ -139,19 +136,17 @@ class _Plan(InPlacePlan):
         where gradients are."""
         if self.memory is not None or step.sparse or not (step.in_place and self._loops.KEEPS):
             return None
-        views = arrays.views()
+        views = arrays.views
         return Kept.of([views.states[key] for key in self.keys], views.out, self._spares)
 
     def _steps(
         self, arrays: Arrays, new: Sequence[State] | None = None, kept: Kept | None = None
     ) -> Steps:
-        x, _, *states = arrays.columns()
+        x, _, *states = arrays.columns
         to = states if new is None else [Column([s[key] for s in new]) for key in self.keys]
-        steps = Steps(x, *(column for pair in zip(states, to, strict=True) for column in pair))
-        if kept is not None:
-            names = ("kept_residuals", "kept_velocities")
-            steps = steps._replace(**dict(zip(names, kept.columns, strict=False)))
-        return steps
+        rows = [column for pair in zip(states, to, strict=True) for column in pair]
+        none = [None] * (4 - len(rows))
+        return Steps(x, *rows, *none, *(() if kept is None else kept.columns))
 
     def _settle(
         self,
@@ -181,18 +176,3 @@ class _Plan(InPlacePlan):
             means = zip(merged(self.sizes, theirs), dtypes, strict=True)
             parts = [xp.cast(xp.from_numpy(x, None), dtype) for (_, x), dtype in means]
         return np.array([bool(xp.all_finite(part)) for part in parts])
-
-
-def _key(gradient: Array, x: Array, context: Context) -> Hashable:
-    """The key that tensors of a bucket have in common; ``None`` if one, which is flat ``x``, is in
-    none."""
-    xp = backend_of(x)
-    if xp.dtype(x) != "float32" or loops_of(x) is None:
-        return None
-    if xp.dtype(gradient) != "float32" and (xp.traces or context.sparse):
-        return None  # what comes back would be float32
-    return xp.__name__, _device(x)
-
-
-def _device(x: Array) -> Hashable:
-    return getattr(x, "device", None)

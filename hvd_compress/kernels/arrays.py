@@ -12,7 +12,7 @@ from hvd_compress.errors import CompressionError
 
 Array = Any
 
-_MOVED = (
+MOVED = (
     "the memory of a tensor was changed while it was being exchanged: change .data of gradients "
     "and states between optimizer.step() and loss.backward() only"
 )
@@ -45,7 +45,7 @@ class Column:
             sizes = [backend_of(x).size(x) for x in arrays]
         self.arrays, self.sizes = arrays, sizes
         if found is None and (found := addresses(arrays, sizes)) is None:
-            raise CompressionError(_MOVED)
+            raise CompressionError(MOVED)
         self.addresses = found
 
     def on_host(self) -> Column:
@@ -55,37 +55,6 @@ class Column:
     def flat_on_host(self) -> list[np.ndarray]:
         """Return the same memory as flat arrays of NumPy, which keep it."""
         return backend_of(self.arrays[0]).flat_on_host(self.arrays)
-
-
-class Columns:
-    """Columns whose arrays are looked for at once, and again whenever they are to be used.
-
-    Args:
-        parts: the arrays of each, and the sizes of the tensors.
-
-    Raises:
-        CompressionError: an array is of another kind or size.
-    """
-
-    def __init__(self, parts: Sequence[tuple[Sequence[Array], Sequence[int]]]) -> None:
-        self._arrays = [x for arrays, _ in parts for x in arrays]
-        self._sizes = [n for _, sizes in parts for n in sizes]
-        found = addresses(self._arrays, self._sizes)
-        if found is None:
-            raise CompressionError(_MOVED)
-        self._found, self._columns, start = found, list[Column](), 0
-        for arrays, sizes in parts:
-            stop = start + len(arrays)
-            self._columns.append(Column(arrays, sizes, found[start:stop]))
-            start = stop
-
-    def now(self) -> list[Column]:
-        """Return the columns, or raise ``CompressionError`` if an array has other memory than in
-        the beginning."""
-        found = addresses(self._arrays, self._sizes)
-        if found is None or not np.array_equal(found, self._found):
-            raise CompressionError(_MOVED)
-        return self._columns
 
 
 def addresses(arrays: Sequence[Array], sizes: Sequence[int]) -> np.ndarray | None:

@@ -12,7 +12,7 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
-from hvd_compress.engines.joining import Entry, Look
+from hvd_compress.engines.joining import BucketKey, Entry
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.requests import Gather, Request
 from hvd_compress.times import leaves, phase, watched
@@ -47,10 +47,10 @@ class Buckets:
     all ranks, in whatever order gradients become ready there.  The first step sends all its buckets
     at its end.
 
-    Tensors that belong together by their requests (``Look.together``) are in one bucket whatever
-    its size, and whatever ``groups`` says.  It is sent at the end of a step if the plan does not
-    know it yet, or if one of its tensors does not come; one that comes and is not in the plan is
-    alone in that step.
+    Tensors that belong together by their requests (``BucketKey.together``) are in one bucket
+    whatever its size, and whatever ``groups`` says.  It is sent at the end of a step if the plan
+    does not know it yet, or if one of its tensors does not come; one that comes and is not in the
+    plan is alone in that step.
 
     Where an engine's sums depend on the place of an element in its bucket, neighbours are those of
     ``names``, so that a run that goes on from a checkpoint has the same buckets, and the same bits,
@@ -99,7 +99,7 @@ class Buckets:
         self._digest: str | None = None
         self.bucket_of: dict[str, Planned] = {}
         self.next: Planned | None = None
-        self._planned: dict[str, Look] = {}
+        self._planned: dict[str, BucketKey] = {}
         self._places = {name: i for i, name in enumerate(names)}
         self._reset()
 
@@ -209,7 +209,7 @@ class Buckets:
         self._engine().start(label_of(names), watched(names, exchange))
         leaves()
 
-    def _look(self, name: str) -> Look:
+    def _look(self, name: str) -> BucketKey:
         return self._entries[name].look if name in self._entries else self._planned[name]
 
     def _is_as_planned(self, name: str) -> bool:

@@ -17,13 +17,12 @@ import numpy as np
 
 from hvd_compress.agreement import Terms
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Compressor, Context, Outcome, Plan, Sparse, Tensors
+from hvd_compress.base import Array, Averages, Compressor, Context, Outcome, Plan, Sparse, Tensors
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.counting import Tally
 from hvd_compress.engines.joining import (
     Entry,
-    Exchanged,
     Member,
     Placed,
     exchanged,
@@ -430,10 +429,11 @@ class Reducer:
             return self.store.multiplied(outcome.direction, self.engine.size)
         return outcome.direction
 
-    def _averaged(self, in_use: _InUse, found: Exchanged) -> dict[str, Array]:
-        """The same of a bucket, by name."""
+    def _averaged(self, in_use: _InUse, found: Averages, record: Record) -> dict[str, Array]:
+        """The same of a bucket, by name, which has sent and received as many bytes as ``record``
+        has."""
         plan = in_use.plan
-        in_use.tally.count(found.record, found.counts)
+        in_use.tally.count(record, found.counts)
         for i, state in found.states.items():
             self.store.keep(plan.names[i], state)
         directions, size = found.directions, self.engine.size if self.sums else 1
@@ -477,7 +477,9 @@ class Reducer:
         return self._by_plan(in_use, tensors) if in_use.plan.takes(tensors) else None
 
     def _by_plan(self, in_use: _InUse, tensors: Tensors) -> Generator[Request, Any, list[Any]]:
-        return [(in_use, (yield from exchanged(in_use.plan, tensors, self._common)))]
+        record = Record()
+        averages = yield from exchanged(in_use.plan, tensors, self._common, record)
+        return [(in_use, averages, record)]
 
     def _entries(self, names: Sequence[str]) -> list[Entry]:
         """Find out how the tensors of a bucket are exchanged, and begin what each has of its

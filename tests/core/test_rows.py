@@ -28,7 +28,7 @@ from hvd_compress.base import Context
 from hvd_compress.codecs import linear
 from hvd_compress.codecs.frame import decode_coded, encode_sent
 from hvd_compress.engines import lockstep
-from hvd_compress.engines.base import watched
+from hvd_compress.engines.base import alone
 from hvd_compress.methods.rows import Rows, as_rows, exchange_rows, keeps_residual, rows_state
 from hvd_compress.tensorflow import rows as tf_rows
 from hvd_compress.torch.state import rows as torch_rows
@@ -66,7 +66,7 @@ class World:
             def count(request, _, rank=rank):
                 self.bytes[rank] = int(backend_of(request.payload).size(request.payload))
 
-            exchanges.append(watched(self._exchange(rank, indices, values, context), count))
+            exchanges.append(alone(self._exchange(rank, indices, values, context), count))
         outcomes = lockstep.run(exchanges)
         means = [np.asarray(self._after(rank, outcome)) for rank, outcome in enumerate(outcomes)]
         for mean in means:

@@ -8,6 +8,7 @@ from hvd_compress import Context
 from hvd_compress.base import Outcome
 from hvd_compress.engines.joining import Placed, exchanged, groups_of, plan_for, tensors_of
 from hvd_compress.engines.lockstep import World, run
+from hvd_compress.stats import Record
 
 
 class Ranks:
@@ -46,7 +47,7 @@ class Ranks:
         for group in groups_of(entries)[0]:
             names = tuple(each.name for each in group)
             plans[names] = plan_for(group, step, plans.get(names))
-            done = yield from exchanged(plans[names], tensors_of(group), step)
+            done = yield from exchanged(plans[names], tensors_of(group), step, Record())
             found.append((names, done))
         return found
 

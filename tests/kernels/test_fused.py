@@ -46,6 +46,7 @@ from hvd_compress.errors import CompressionError, PayloadError
 from hvd_compress.meetings import allgather, alltoall
 from hvd_compress.operators import bernoulli
 from hvd_compress.reduce import Reducer
+from hvd_compress.stats import Record
 from hvd_compress.transforms import (
     clip_by_local_norm,
     ef21,
@@ -445,7 +446,7 @@ def exchange_of(method, shapes, gradients, states, rank=0, size=2):
     for name in shapes:
         place = method.place(gradients[name], step._replace(name=name))
         group.append(Placed(name, gradients[name], states[name], place, 0.0))
-    return exchanged(plan_for(group, step), tensors_of(group), step)
+    return exchanged(plan_for(group, step), tensors_of(group), step, Record())
 
 
 @pytest.mark.parametrize("method", CODED, ids=repr)

@@ -27,6 +27,7 @@ from hvd_compress.errors import CompressionError, PayloadError
 from hvd_compress.fused import kept
 from hvd_compress.fused.kept import Spares, spares
 from hvd_compress.reduce import Reducer
+from hvd_compress.stats import Record
 
 SHAPES = {"a": (50, 40), "b": (300, 7)}
 METHODS = [
@@ -61,7 +62,7 @@ class Rank:
             place = self.method.place(gradient, step._replace(name=name))
             group.append(Placed(name, gradient, self.states[name], place, 0.9))
         self.plan = plan_for(group, step, self.plan)
-        return exchanged(self.plan, tensors_of(group), step)
+        return exchanged(self.plan, tensors_of(group), step, Record())
 
     def bind(self, **functions):
         """Let the plan call other functions of codecs, where it calls any."""

@@ -12,7 +12,7 @@ import torch
 from hvd_compress import LGC, After, ConfigError, Context, Gather, PoorFit, Sum
 from hvd_compress.advisor.shapes import resnet50
 from hvd_compress.blocks import chain, fading_memory, top_k
-from hvd_compress.engines.base import alone, watched
+from hvd_compress.engines.base import alone
 from hvd_compress.engines.joining import Member, joined
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
@@ -386,7 +386,7 @@ def bytes_of_a_step(method, step):
         ]
         buckets.append(joined(members, rank, 3))
     sizes = []
-    run([watched(buckets[0], lambda request, _: sizes.append(request.nbytes)), *buckets[1:]])
+    run([alone(buckets[0], lambda request, _: sizes.append(request.nbytes)), *buckets[1:]])
     return sizes, {name: record.bytes_sent for name, record in records[0].items()}
 
 

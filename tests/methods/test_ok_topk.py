@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from hvd_compress import ConfigError, OkTopk, TopK
 from hvd_compress.base import Context
 from hvd_compress.blocks import chain, ok_topk
-from hvd_compress.engines.base import watched
+from hvd_compress.engines.base import alone
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
 from hvd_compress.meetings.ok_topk import Regions
@@ -203,7 +203,7 @@ def test_regions_follow_the_entries():
         gradient[random.choice(400, k, replace=False)] = 1 + random.random(k)
         context = Context(rank=rank, size=size)
         method = OkTopk(k / n, indices="int32")
-        return watched(method.exchange(gradient, method.init(gradient), context), note)
+        return alone(method.exchange(gradient, method.init(gradient), context), note)
 
     run([exchange(rank) for rank in range(size)])
     assert len(received) == size
@@ -292,7 +292,7 @@ def test_a_rank_sends_and_receives_less_than_six_k_entries(size):
                 parts = reply if isinstance(reply, list) else [reply]
                 received[rank] += sum(part.nbytes for part in parts)
 
-            return watched(method.exchange(gradient, states[rank], context), note)
+            return alone(method.exchange(gradient, states[rank], context), note)
 
         outcomes = run([exchange(rank) for rank in range(size)])
         states = [outcome.state for outcome in outcomes]

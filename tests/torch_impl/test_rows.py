@@ -7,7 +7,7 @@ import torch
 
 from hvd_compress.base import Context
 from hvd_compress.engines import lockstep
-from hvd_compress.engines.base import watched
+from hvd_compress.engines.base import alone
 from hvd_compress.methods.rows import as_rows
 from hvd_compress.torch.state.rows import exchange_rows
 
@@ -30,9 +30,7 @@ def exchanged(text, dtype=torch.float32):
             check_invariants=True,
         )
         exchange = exchange_rows(gradient, Context("e", rank, len(ROWS)), as_rows(text))
-        exchanges.append(
-            watched(exchange, lambda request, _: sizes.append(request.payload.numel()))
-        )
+        exchanges.append(alone(exchange, lambda request, _: sizes.append(request.payload.numel())))
     outcomes = lockstep.run(exchanges)
     for outcome in outcomes:
         assert outcome.mean.dtype is dtype

@@ -246,8 +246,8 @@ def test_exchanges_are_those_of_the_host(placed, monkeypatch, method):
     used = []
     from hvd_compress.torch.triton import codecs
 
-    put = codecs.Placed.put
-    monkeypatch.setattr(codecs.Placed, "put", lambda *a, **b: used.append(1) or put(*a, **b))
+    put = codecs.CoderOnDevice.put
+    monkeypatch.setattr(codecs.CoderOnDevice, "put", lambda *a, **b: used.append(1) or put(*a, **b))
     shape, data = (20, 70), np.random.default_rng(0)
     states = {}
     for step in range(3):

@@ -146,15 +146,15 @@ class Made:
             loops.decode(self._loops, layout, self._room[: layout.nbytes], out, how)
 
 
-def placed(codec: Codec, like: torch.Tensor) -> Placed | None:
+def placed(codec: Codec, like: torch.Tensor) -> CoderOnDevice | None:
     """Return the codec for flat tensors on the GPU of ``like``; ``None`` where only the host has
     loops: for float64, and for codecs that NumPy serves."""
     if like.dtype != torch.float32 or not Codes.takes(codec, like.numel()):
         return None
-    return Placed(codec, like.device)
+    return CoderOnDevice(codec, like.device)
 
 
-class Placed:
+class CoderOnDevice:
     """``codec`` with its bytes in host memory and its numbers, float32, on a GPU; see
     :class:`hvd_compress.codecs.base.Coder`."""
 
