@@ -13,7 +13,7 @@ from hvd_compress.backends import Output, backend_of
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.kernels import is_compiled, loops_of
-from hvd_compress.kernels.codecs import Finite, Loops, Sums, all_finite, as_loops_take
+from hvd_compress.kernels.codecs import Loops, all_finite, as_loops_take
 from hvd_compress.operators.base import Classes
 
 Array = Any
@@ -42,12 +42,7 @@ class Coder(Protocol):
 
 
 class Bound(NamedTuple):
-    """Functions of a codec for float32 arrays; the last argument of each is the number of threads.
-
-    Attributes:
-        feed: of base, x, kept, codes, a generator, left, out: see :meth:`Codec.feed`.
-        mean: of codes, by, out, add: see :meth:`Codec.mean`.
-    """
+    """:meth:`Codec.feed` and :meth:`Codec.mean`, for float32 arrays."""
 
     feed: Callable[..., tuple[bool, bool]]
     mean: Callable[..., bool]
@@ -135,15 +130,41 @@ class Codec(Configurable, abc.ABC, kind="block"):
         with np.errstate(over="ignore", invalid="ignore"):
             np.subtract(out, self.decode(code, out.size, out.dtype), out=out)
 
-    def feed(self, sums: Sums, random: np.random.Generator | None, out: np.ndarray) -> Finite:
-        """Add up ``sums``, write their code to ``out``, and what it leaves out in their place.
+    def feed(
+        self,
+        base: np.ndarray,
+        x: np.ndarray | None,
+        kept: np.ndarray | None,
+        codes: list[np.ndarray],
+        random: np.random.Generator | None,
+        left: np.ndarray,
+        out: np.ndarray,
+        count: int,
+    ) -> tuple[bool, bool]:
+        """Write the code of a sum, and what it leaves out: of flat arrays of one dtype.
 
         Where a sum is NaN or Inf, and the codec does not take these, there is no code: what is in
-        ``out`` and in ``sums.left`` is anything then.
+        ``out`` and in ``left`` is anything then.
+
+        Args:
+            base: what is added to.
+            x: what is added; ``None``: nothing.
+            kept: where ``base`` is written, unless that is ``None``; it may be ``x``.
+            codes: the values of these are added, too, one after the other.
+            random: see :meth:`encode`.
+            left: where the sums are written, and what is left of them; it may be ``base``.
+            out: where the code is written.
+            count: of threads.
+
+        Returns:
+            Whether no sum is NaN or Inf, and whether nothing that is left of them is.
         """
-        if (loops := self._loops_of(sums.left)) and loops.feeds:
-            return loops.feed(sums, random, out)
-        base, left, x, kept, codes = sums
+        if (loops := self._loops_of(left)) and loops.feeds:
+            draws = loops.drawn(random, left.size)
+            found: tuple[bool, bool] = loops.bound_feed(
+                base, x, kept, codes, draws, left, out, count
+            )
+            return found
         old = base.copy() if x is not None and kept is not None else base
         with np.errstate(over="ignore", invalid="ignore"):
             np.copyto(left, base) if x is None else np.add(x, base, out=left)
@@ -152,16 +173,20 @@ class Codec(Configurable, abc.ABC, kind="block"):
             for code in codes:
                 self.decode_to(code, left, add=True)
             if not self.takes_non_finite and not all_finite(left):
-                return Finite(False, False)
+                return False, False
             self.encode_to(left, random, out)  # type: ignore[arg-type]
             self.take_off(out, left)
-        return Finite(True, all_finite(left))
+        return True, all_finite(left)
 
-    def mean(self, codes: Sequence[np.ndarray], by: int, out: np.ndarray, add: bool) -> bool:
+    def mean(
+        self, codes: list[np.ndarray], by: int, out: np.ndarray, add: bool, count: int
+    ) -> bool:
         """Write what a code decodes to, divided by a number, to ``out`` (1-D, contiguous); with
-        ``add`` the sum of zero and several.  Return whether it was finite before."""
+        ``add`` the sum of zero and several.  Return whether it was finite before.  It takes
+        ``count`` threads."""
         if loops := self._loops_of(out):
-            return loops.mean(codes, by, out, add)
+            found: bool = loops.bound_mean(codes, by, out, add, count)
+            return found
         if add:
             out.fill(0)
         for code in codes:
@@ -172,22 +197,13 @@ class Codec(Configurable, abc.ABC, kind="block"):
         return finite
 
     def bound(self) -> Bound:
-        """Return what a plan calls for each tensor in every step: of compiled loops themselves,
-        where these need no generator, with no function of Python in between."""
-        loops = self._loops if is_compiled() else None
-        is_fed = loops is not None and loops.feeds and not loops.draws
-
-        def feed(*arguments: Any) -> Finite:
-            base, x, kept, codes, random, left, out, _ = arguments
-            return self.feed(Sums(base, left, x, kept, codes), random, out)
-
-        def mean(codes: Any, by: int, out: Any, add: bool, _: int) -> bool:
-            return self.mean(codes, by, out, add)
-
-        return Bound(
-            loops.bound_feed if loops is not None and is_fed else feed,
-            mean if loops is None else loops.bound_mean,
-        )
+        """Return what a plan calls for each tensor in every step, :meth:`feed` and :meth:`mean` for
+        float32: of compiled loops themselves, where these need no generator, with no function of
+        Python in between."""
+        if (loops := self._loops) is None or not is_compiled():
+            return Bound(self.feed, self.mean)
+        is_fed = loops.feeds and not loops.draws
+        return Bound(loops.bound_feed if is_fed else self.feed, loops.bound_mean)
 
     def _loops_of(self, x: np.ndarray) -> Loops | None:
         """Return the loops that take whole sums, of float32, where they are compiled."""

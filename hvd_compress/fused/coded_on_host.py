@@ -91,7 +91,8 @@ class StepOnHost(CodedStep):
         self, codes: Sequence[Sequence[np.ndarray]], known: Sequence[bool], finite: list[bool]
     ) -> list[bool]:
         plan, views, n, by = self.plan, self.arrays.views, threads(), np.float32(self.plan.size)
-        is_fed, settles = self._kept is not None, self._kept is None and self.stages.transforms
+        is_fed = self._kept is not None
+        settles = not is_fed and bool(self.stages.transforms)
         # States, and what is kept of them where the result will be, wait for the sum of all ranks.
         is_late = plan.is_whole and (is_fed or settles)
         if not plan.is_whole:

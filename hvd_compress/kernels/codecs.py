@@ -11,8 +11,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -45,64 +44,30 @@ class Loops(abc.ABC):
 
     def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
         """Write the code of ``x`` to ``out`` (uint8)."""
-        native.codecs.encode(self._code, x, self._drawn(random, x.size), out, threads())
+        native.codecs.encode(self._code, x, self.drawn(random, x.size), out, threads())
 
     def decode(self, code: np.ndarray, out: np.ndarray, add: bool, sign: int = 1) -> None:
         """Write the values of a code, times a ``sign`` (1 or -1), to ``out``, or add them."""
         native.codecs.decode(self._code, code, sign, add, out, threads())
 
-    def feed(self, sums: Sums, random: np.random.Generator | None, out: np.ndarray) -> Finite:
-        """See :meth:`hvd_compress.codecs.base.Codec.feed`; arrays are float32."""
-        draws = self._drawn(random, sums.left.size)
-        arrays = sums.base, sums.x, sums.kept, list(sums.codes)
-        return Finite(*native.codecs.feed(self._code, *arrays, draws, sums.left, out, threads()))
-
-    def mean(self, codes: Sequence[np.ndarray], by: int, out: np.ndarray, add: bool) -> bool:
-        """See :meth:`hvd_compress.codecs.base.Codec.mean`; ``out`` is float32."""
-        return native.codecs.mean(self._code, list(codes), by, out, add, threads())
-
     @functools.cached_property
     def bound_feed(self) -> Any:
-        """``native.codecs.feed`` with its first argument."""
+        """See :meth:`hvd_compress.codecs.base.Codec.feed`; in place of the generator it takes what
+        :meth:`drawn` returns."""
         return functools.partial(native.codecs.feed, self._code)
 
     @functools.cached_property
     def bound_mean(self) -> Any:
-        """``native.codecs.mean`` with its first argument."""
+        """See :meth:`hvd_compress.codecs.base.Codec.mean`."""
         return functools.partial(native.codecs.mean, self._code)
 
     def __getstate__(self) -> dict[str, Any]:
         made = ("_code", "bound_feed", "bound_mean")
         return {key: x for key, x in self.__dict__.items() if key not in made}
 
-    def _drawn(self, random: np.random.Generator | None, n: int) -> Any:
+    def drawn(self, random: np.random.Generator | None, n: int) -> Any:
+        """Return what compiled loops want to know of random numbers for ``n`` elements."""
         return draws_of(random, n) if self.draws and random is not None else None
-
-
-class Sums(NamedTuple):
-    """Sums of which a code is made, and what it leaves out of them: flat arrays of one dtype.
-
-    Attributes:
-        base: what is added to.
-        left: where the sums are written, and what is left of them; it may be ``base``.
-        x: what is added; ``None``: nothing.
-        kept: where ``base`` is written, unless that is ``None``; it may be ``x``.
-        codes: the values of these are added, too, one after the other.
-    """
-
-    base: np.ndarray
-    left: np.ndarray
-    x: np.ndarray | None = None
-    kept: np.ndarray | None = None
-    codes: Sequence[np.ndarray] = ()
-
-
-class Finite(NamedTuple):
-    """Whether no sum is NaN or Inf, and whether nothing that is left of them is; if the former is
-    not so, there is no code."""
-
-    sums: bool
-    left: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

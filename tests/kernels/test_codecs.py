@@ -14,7 +14,6 @@ from hvd_compress.codecs import base, plus_minus
 from hvd_compress.kernels import codecs as loops
 from hvd_compress.kernels import reference
 from hvd_compress.kernels.bitpacking import pack_digits
-from hvd_compress.kernels.codecs import Sums
 from hvd_compress.operators.at_random import own_generator
 from tests.kernels.test_kernels import unaligned
 
@@ -194,13 +193,13 @@ def test_what_is_fed_back_is_as_in_numpy(codec, n, kind, offset, count, adds, se
         code = unaligned(np.full(codec.size(n, dtype), 7, np.uint8), offset)
         if adds:  # as of a residual and a gradient
             left, old = unaligned(base.copy(), offset), unaligned(x.copy(), offset)
-            sums = Sums(left, left, old, old, codes)
+            arrays = left, old, old
         else:  # as of an owner's sums
             left, old = unaligned(np.full(n, 7, dtype), offset), base
-            sums = Sums(base, left, codes=codes)
-        finite = own(sums, random, code)
+            arrays = base, None, None
+        finite = own(*arrays, codes, random, left, code, loops.threads())
         np.testing.assert_array_equal(old, base)
-        found.append((finite, left, code) if finite.sums else (finite,))
+        found.append((finite, left, code) if finite[0] else (finite,))
     assert found[0][0] == found[1][0]
     for one, other in zip(found[0][1:], found[1][1:], strict=True):
         np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
@@ -225,7 +224,7 @@ def test_means_of_codes_are_those_of_numpy(codec, n, kind, offset, count, by, se
         found = []
         for own in (codec.mean, in_numpy(codec.mean)):
             out = unaligned(np.full(n, 7, dtype), offset)
-            finite = own(codes, by, out, add)
+            finite = own(codes, by, out, add, loops.threads())
             found.append((finite, out))
         (finite, out), (expected, values) = found
         assert finite == expected
@@ -258,8 +257,9 @@ def fed(codec, x, form=lambda function: function):
     """The bytes that a pass of feedback and a mean of two codes leave."""
     code, left, kept = np.empty(codec.size(x.size, x.dtype), np.uint8), x.copy(), 2 * x
     mean = np.empty_like(x)
-    form(codec.feed)(Sums(left, left, kept, kept), own_generator(Context()), code)
-    form(codec.mean)([code, code], 3, mean, True)
+    random, threads = own_generator(Context()), loops.threads()
+    form(codec.feed)(left, kept, kept, [], random, left, code, threads)
+    form(codec.mean)([code, code], 3, mean, True, threads)
     return [a.tobytes() for a in (code, left, kept, mean)]
 
 
