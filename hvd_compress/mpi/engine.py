@@ -25,6 +25,7 @@ from hvd_compress.base import Array, Sparse
 from hvd_compress.engines.base import SAME_TENSORS, Comparing
 from hvd_compress.errors import MismatchError
 from hvd_compress.meetings.sparse_vectors import densify, give_back
+from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.mpi.dense.payloads import alltoall, broadcast
 from hvd_compress.mpi.dense.running import blocks
 from hvd_compress.mpi.sparse.running import prepare
@@ -44,6 +45,7 @@ from hvd_compress.requests import (
     SparseTotal,
     Sum,
 )
+from hvd_compress.requests.algorithms import DENSE
 
 #: tags of one exchange, and of one of its rounds; a round opens fewer channels than it has tags
 _TAGS, _ROUND = 1024, 256
@@ -69,8 +71,11 @@ def _reduce(request: Sum | Max, comm: Communicator, tag: int, predivide: float) 
     own, is_ours = _on_wire(xp, sent, sent_from)
     total = own if owned or is_ours or sent is not array else np.empty_like(own)
 
-    nbytes = own.nbytes // 2 if is_rounded_late else own.nbytes
-    algorithm = dense_of_exchange(comm, name, nbytes, dtype)
+    if name in DENSE:
+        algorithm = ALGORITHMS[name]
+    else:
+        nbytes = own.nbytes // 2 if is_rounded_late else own.nbytes
+        algorithm = dense_of_exchange(comm, name, nbytes, dtype)
     algorithms = blocks(comm, algorithm, own, dtype, total, op, tag=tag)
     if len(algorithms) == 1:
         yield from algorithms[0]

@@ -165,7 +165,8 @@ def blocks(
             blocks are few, and their messages longer.
     """
     reduce = reduction_of(op, dtype, x, comm.size)
-    itemsize, pieces = nbytes(x[:1]), algorithm.pieces(comm.size)
+    itemsize = x.itemsize if isinstance(x, np.ndarray) else x.element_size()
+    pieces = algorithm.pieces(comm.size)
     is_rounded = reduce.widens and itemsize == 4
     if comm.size == 1 and is_rounded:
         halves.narrow(x, half := reduce.scratch(len(x), wide=False))

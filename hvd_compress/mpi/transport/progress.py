@@ -235,7 +235,7 @@ class Work:
                 except StopIteration as stop:
                     self.results[number] = stop.value
         except BaseException as error:
-            if active:  # messages are in flight, to buffers that these own
+            if active or ready:  # messages are in flight, to buffers that these own
                 self.comm.give_up(f"{self.call}: {error!r}", [self])
             raise
         finally:
@@ -318,10 +318,11 @@ def wait_for(comm: Any, works: Sequence[Work]) -> None:
 
 
 def _poll(works: Sequence[Work]) -> bool:
-    """Make progress with all of them, not until the first, and return whether there was any."""
+    """Make progress with all of them, not until the first, and return whether there was any, or
+    one is over, as others may have made it."""
     moved = False
     for work in works:
-        moved |= work.poll()
+        moved |= work.poll() or work.is_over
     return moved
 
 
@@ -333,7 +334,7 @@ def _linger(comm: Any, works: Sequence[Work]) -> None:
             if _poll(works):
                 return
     start, looks, warned, since_end, next_ends = time.monotonic(), 0, False, None, _ENDS_EVERY
-    while not _poll(works) and not any(work.is_over for work in works):
+    while not _poll(works):
         looks += 1
         if looks % _OTHERS_EVERY == 0:
             for other in comm.under_way.difference(works):

@@ -62,10 +62,8 @@ def dense_by_nodes(
 
 
 def dense_of_exchange(comm: Communicator, name: str, nbytes: int, dtype: str) -> Allreduce:
-    """Return the allreduce of a request, never MPI's own, which has no tags.  Nodes add in the
-    order of the ranks on both levels."""
-    if name in algorithms.DENSE:
-        return DENSE[name]
+    """Return the allreduce of a request that names none, never MPI's own, which has no tags.  Nodes
+    add in the order of the ranks on both levels."""
     check_choice("algorithm", name, algorithms.SUMS)
     if name == "hierarchical":
         if not nodes_of(comm).is_flat:
