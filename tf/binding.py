@@ -30,9 +30,8 @@ from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.stats import Record, Stats, norm_of_residual
 
 from . import backend, saved_state
-from .contexts import check_context, check_device
 from .rows import merged, on_values
-from .runtime import Common, Number, Runtime
+from .runtime import Common, Number, Runtime, check_context, check_device
 from .slots import TensorSlot, names_of_groups
 from .store import COUNTED, BranchStore, Exchanged, VariableStore, exchange, scaled
 

@@ -10,13 +10,22 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import allreduce, mpi_ops  # Horovod's own, before it is wrapped
+from horovod.tensorflow import allgather, allreduce, mpi_ops  # Horovod's own, not yet wrapped
 
-from hvd_compress.agreement import Terms
+from hvd_compress.agreement import Terms, check, digest, encode
 from hvd_compress.base import Array
+from hvd_compress.engines.base import Engine
+from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.named import Op, ProcessSetEngine
+from hvd_compress.errors import PayloadError
+from hvd_compress.wire.content import decode_end_to_end, encode_bytes
 
+from .runtime import Common, Runtime
+
+_TERMS = "terms of a step"
 _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
 
 
@@ -150,3 +159,90 @@ def _opaque(x: tf.Tensor, agreed: tf.Tensor | None) -> tf.Tensor:
     same = tf.slice(x, zero, [-1])
     same.set_shape(x.shape)
     return same
+
+
+class EagerEngine(HorovodEngine):
+    """Collectives of NumPy arrays, each of which waits for the other ranks."""
+
+    keeps_replies = False
+
+    def _launch(self, op: Op) -> Any:
+        found = super()._launch(op._replace(tensor=tf.convert_to_tensor(op.tensor)))
+        return tuple(x.numpy() for x in found) if isinstance(found, tuple | list) else found.numpy()
+
+    def _split(self, own: np.ndarray, everything: np.ndarray) -> list[np.ndarray]:
+        if everything.size != own.size * self.size:
+            raise PayloadError(
+                f"the ranks' payloads differ in size: this rank's has {own.size} bytes, those of "
+                f"all {self.size} together {everything.size}. Do all run the same version with the "
+                "same compression options?"
+            )
+        return np.split(everything, self.size)
+
+    def _splits(self, sizes: Sequence[int]) -> np.ndarray:
+        return np.array(sizes, np.int32)
+
+    def _sum_bfloat16(self, array: Any, name: str) -> Any:
+        bits = yield from super()._sum_bfloat16(tf.convert_to_tensor(array), name)
+        return bits.numpy()
+
+
+def engine_of(process_set: Any, prefix: str, kind: type[HorovodEngine] = EagerEngine) -> Engine:
+    """Return an engine for use outside of graphs.
+
+    Args:
+        process_set: of Horovod; ``None`` for all ranks.
+        prefix: of the names of its collectives, the same on all ranks.
+        kind: ``EagerEngine`` for NumPy arrays, ``HorovodEngine`` for eager tensors.
+    """
+    chosen = hvd.global_process_set if process_set is None else process_set
+    if not chosen.included() or chosen.size() == 1:
+        return LocalEngine()
+    return kind(chosen, 1.0, prefix)
+
+
+class HorovodRuntime:
+    """See :class:`.runtime.Runtime`."""
+
+    hvd = hvd
+
+    def engine(
+        self, process_set: Any, predivide: float, prefix: str, agreed: tf.Tensor | None
+    ) -> Engine:
+        return HorovodEngine(process_set, predivide, prefix, agreed)
+
+    def agreement(self, common: Common, name: str, process_set: Any) -> tf.Tensor:
+        values = [number.value for number in common.numbers.values()]
+        bits = [tf.bitcast(x, tf.int64) if x.dtype == tf.float64 else x for x in values]
+        text = tf.constant(digest(encode(common.terms)), tf.int64)
+        own = tf.concat([tf.reshape(x, [-1]) for x in (text, *bits)], 0)
+        # The largest of each and the smallest: both are this rank's only if all are.
+        mine = tf.concat([own, -own], 0)
+        common_options = {"name": name, "ignore_name_scope": True, "process_set": process_set}
+        most = allreduce(mine, op=mpi_ops.Max, **common_options)
+
+        def compare(*known: tf.Tensor) -> tf.Tensor:
+            own = encode(common.known(x.numpy() for x in known))
+            frame = tf.constant(encode_bytes(own, _TERMS))
+            frames = allgather(frame, name="hvd_compress.terms", process_set=process_set)
+            check(decode_end_to_end(frames.numpy(), _TERMS))
+            return tf.constant(True)
+
+        return tf.cond(
+            tf.reduce_all(most == mine),
+            lambda: tf.constant(True),
+            lambda: tf.py_function(compare, values, tf.bool),
+        )
+
+
+def gather_bytes(own: bytes, name: str, process_set: Any) -> bytes:
+    """Return the bytes of all ranks, in their order, whether or not a graph is traced now."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        if not tf.executing_eagerly():  # graphs of TensorFlow 1, which run later
+            return own
+        mine = tf.constant(list(own), tf.uint8)
+        everyones = hvd.allgather(mine, name=name, process_set=process_set)
+        return bytes(everyones.numpy().tolist())
+
+
+runtime: Runtime = HorovodRuntime()

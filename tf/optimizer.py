@@ -12,7 +12,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -33,10 +33,7 @@ from hvd_compress.methods import FP16, NoCompression, as_fixed
 from hvd_compress.transforms import momentum_after_averaging
 
 from .binding import Binding
-from .common_values import numbers_of, sample_of
-from .contexts import check_context
-from .loss_scaling import NotInLossScaling
-from .runtime import Runtime
+from .runtime import Runtime, check_context, numbers_of, sample_of
 from .saved_state import header_of, restore, state_on_disk
 from .slots import native, places_of_groups, slots_of
 
@@ -45,6 +42,8 @@ _COPY = (
     "make the plain optimizer from it, type(optimizer).__bases__[-1].from_config("
     "optimizer.get_config()), and pass that to hvd.DistributedOptimizer"
 )
+#: by which a ``LossScaleOptimizer`` marks what it wraps
+_MARKS = {"loss_scale_factor": None, "_is_wrapped_by_loss_scale_optimizer": True}
 
 
 def is_keras_3(optimizer: Any) -> bool:
@@ -359,9 +358,9 @@ class Distribution:
         keys = [id(native(variable)) for variable in variables]
         shared = [j for j, key in enumerate(keys) if key in self.places]
         local = [j for j, key in enumerate(keys) if key in self.local_places]
-        common = [numbers_of(binding, inner)]
+        common = [numbers_of(binding.step, inner)]
         if not hasattr(inner, "synchronize_parameters"):  # else weights differ for some steps
-            common.append(sample_of(binding, [variables[j] for j in shared]))
+            common.append(sample_of(binding.step, [variables[j] for j in shared]))
         is_scaled = hasattr(optimizer, "dynamic_scale")
         scale = native(optimizer.dynamic_scale).value() if is_scaled else None
         averages = binding.reduce(
@@ -387,6 +386,24 @@ class Distribution:
             step(results)
         finally:
             inner.momentum, inner.nesterov = momentum
+
+
+class NotInLossScaling:
+    """Mixed into the class of an optimizer: once it is set up, wrapping it is an error.
+
+    A ``LossScaleOptimizer`` looks for NaN and Inf before gradients are averaged: some ranks would
+    step, and others wait for them.  It marks what it wraps: that of Keras 3 switches off the loss
+    scaling of the optimizer itself, and that of tf_keras says that it wraps it.
+    """
+
+    #: what to write instead
+    instead_of_scaling: ClassVar[str]
+    may_be_wrapped = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self.may_be_wrapped and name in _MARKS and value is _MARKS[name]:
+            raise UnsupportedError(self.instead_of_scaling)
+        super().__setattr__(name, value)
 
 
 class CompressedOptimizer(NotInLossScaling):

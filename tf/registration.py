@@ -24,8 +24,8 @@ from hvd_compress.integrations.horovod import (
 
 from . import elastic
 from .binding import Binding
+from .engine import gather_bytes, runtime
 from .optimizer import distribute, is_keras_3, is_tf_keras
-from .over_horovod import gather_bytes, runtime
 from .slots import native
 from .tape import binder, check_compression, is_ours, wrap_allreduce, wrap_tape
 
@@ -41,7 +41,7 @@ def register(hvd: Any) -> None:
     setattr(hvd, _DONE, True)
     hvd.allreduce = wrap_allreduce(runtime, hvd.allreduce, several=False)
     hvd.grouped_allreduce = wrap_allreduce(runtime, hvd.grouped_allreduce, several=True)
-    hvd.DistributedGradientTape = wrap_tape(runtime, hvd.DistributedGradientTape, gather_bytes)
+    hvd.DistributedGradientTape = wrap_tape(hvd, bind, hvd.DistributedGradientTape, gather_bytes)
     hvd.DistributedOptimizer = wrap_optimizer(hvd.DistributedOptimizer)
     broadcast = hvd.broadcast_variables
 

@@ -1,15 +1,25 @@
-"""The runtime that carries exchanges for the bindings to TensorFlow: Horovod, or MPI alone."""
+"""The surroundings of a binding to TensorFlow: the runtime that carries exchanges, Horovod or MPI
+alone; values that ranks must have in common; and checks of where it is called."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
-from hvd_compress.agreement import Terms
+from hvd_compress.agreement import SAMPLED_EVERY, WEIGHTS, Terms
 from hvd_compress.engines.base import Engine
+from hvd_compress.errors import ConfigError, UnsupportedError
+
+from .slots import native
+
+#: variables, and elements of each, that are looked at
+_VARIABLES, _ELEMENTS = 4, 4
+#: options of Keras's optimizers that are no numbers of a step, or are looked at in every step
+_LEFT_OUT = {"name", "learning_rate", "jit_compile", "is_legacy_optimizer"}
 
 
 class Number(NamedTuple):
@@ -70,3 +80,82 @@ class Runtime(Protocol):
             common: what ranks must have in common.
             name: of the collective.
         """
+
+
+def sample_of(step: tf.Variable, variables: Sequence[Any]) -> Common:
+    """Return some elements of some variables, and zeros but for one step in ``SAMPLED_EVERY``.
+
+    The first step is left out: users broadcast the weights after it, when all variables exist.
+    """
+    some = variables[:: -(-len(variables) // _VARIABLES)] if variables else []
+    places = [
+        (native(variable), slice(None, None, -(-size // _ELEMENTS)))
+        for variable in some
+        if (size := variable.shape.num_elements() if variable.shape is not None else 0)
+    ]
+    labels = tuple(
+        f"{v.name}[{place}]"
+        for v, chosen in places
+        for place in range(v.shape.num_elements())[chosen]
+    )
+    now = step.value()
+
+    def sample() -> tf.Tensor:
+        own = [tf.reshape(v.value(), [-1])[chosen] for v, chosen in places]
+        return tf.concat([tf.cast(x, tf.float64) for x in own], 0)
+
+    is_due = (now > 0) & (now % SAMPLED_EVERY == 0)
+    none = tf.zeros([len(labels)], tf.float64)
+    return Common({}, {WEIGHTS: Number(tf.cond(is_due, sample, lambda: none), labels)})
+
+
+def numbers_of(step: tf.Variable, optimizer: Any) -> Common:
+    """Return the numbers of an optimizer of Keras: what a graph holds, and the learning rate.
+
+    The rate is left out in the first step, after which users broadcast the variables.
+    """
+    with tf.init_scope():
+        config = optimizer.get_config()
+    texts = [f"{name}={text}" for name, x in sorted(config.items()) if (text := _text(name, x))]
+    terms: Terms = {"optimizer": [type(optimizer).__name__, *texts]}
+    rate = tf.cast(tf.convert_to_tensor(optimizer.learning_rate), tf.float64)
+    rate = tf.where(tf.equal(step, 0), tf.zeros_like(rate), rate)
+    return Common(terms, {"optimizer": Number(tf.reshape(rate, [1]), ("learning_rate",))})
+
+
+def _text(name: str, x: Any) -> str:
+    parts = x if isinstance(x, list | tuple) else [x]
+    if name in _LEFT_OUT or not all(isinstance(p, bool | int | float | None) for p in parts):
+        return ""
+    return ", ".join(f"{p:.9g}" if isinstance(p, float) else str(p) for p in parts)
+
+
+def check_context() -> None:
+    """Raise unless what is traced now, if anything, may exchange gradients: a function that XLA
+    compiles can run neither Horovod's collectives nor Python, and graphs of TensorFlow 1 run later.
+    """
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise UnsupportedError(
+            "gradients cannot be exchanged inside a function that XLA compiles: leave "
+            "jit_compile=True out of tf.function, or write model.compile(..., jit_compile=False)"
+        )
+    with tf.init_scope():  # out of functions, and of nothing else
+        is_graph = not tf.executing_eagerly()
+    if is_graph:
+        raise UnsupportedError(
+            "this package's methods keep their state in eager variables, which a graph of "
+            "TensorFlow 1 (tf.Graph, placeholders, tf.compat.v1.Session) cannot write: leave out "
+            "tf.compat.v1.disable_eager_execution(), or call "
+            "tf.compat.v1.enable_eager_execution() first, and put the step into a tf.function; "
+            "or pass Horovod's own compression=hvd.Compression.fp16"
+        )
+
+
+def check_device(option: str, device: Any) -> None:
+    """Raise ``ConfigError`` unless ``tf.device`` takes a value."""
+    try:
+        tf.DeviceSpec.from_string(device)
+    except (AttributeError, TypeError, ValueError):
+        raise ConfigError(
+            f'{option} must be a name of a device such as "GPU:0"; got {device!r}'
+        ) from None

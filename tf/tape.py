@@ -21,10 +21,8 @@ from hvd_compress.methods import BF16, FP16, NoCompression, as_fixed
 from hvd_compress.methods.rows import keeps_residual
 
 from .binding import Binding
-from .common_values import sample_of
-from .contexts import check_context
 from .rows import on_values
-from .runtime import Runtime
+from .runtime import Runtime, check_context, sample_of
 from .slots import TensorSlot, native, places_of_groups, slots_of
 
 _BINDINGS = "_hvd_compress_bindings"
@@ -74,62 +72,53 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
         Raises:
             ConfigError: there are no variables, or an option has a value that cannot be honoured.
         """
-        return _bound(runtime, compression, variables, **options)
+        if isinstance(compression, Binding):
+            known = [slot.name for slot in compression.store.slots]
+            asked = [slot.name for slot in slots_of(variables)]
+            if known != asked:
+                raise ConfigError(
+                    f"this compression is bound to {len(known)} variables, {', '.join(known[:3])} "
+                    f"..., and not to the {len(asked)} that are used here, {', '.join(asked[:3])} "
+                    "..."
+                )
+            return compression
+        slots = slots_of(variables)
+        variables = [native(variable) for variable in variables]
+        if unknown := sorted(options.keys() - set(_BIND)):
+            raise ConfigError(f"bind has no option {unknown[0]!r}; it has {', '.join(_BIND)}")
+        if not variables:
+            raise ConfigError("there are no variables whose gradients could be exchanged")
+        method = as_fixed(compression)
+        check_partner(method, None, None)
+        is_told = "momentum" in options
+        momentum = {name: options.pop(name, default) for name, default in _NO_MOMENTUM.items()}
+        options["groups"] = places_of_groups(options.get("groups"), variables)
+        shared = HorovodOptions.checked(runtime.hvd, method, **options)
+        key = (runtime, method, repr((shared, sorted(momentum.items()))))
+        # Held by a variable: it lives as long as the state makes sense.
+        table = variables[0].__dict__.setdefault(_BINDINGS, [])
+        for known_key, references, binding in table:
+            # Variables would compare by value.
+            if known_key == key and [id(r()) for r in references] == list(map(id, variables)):
+                return binding
+        table[:] = [entry for entry in table if all(r() is not None for r in entry[1])]
+        binding = Binding(runtime, method, slots, shared, **momentum)
+        table.append((key, [weakref.ref(v) for v in variables], binding))
+        is_open = method.takes_momentum and method.momentum is None
+        if is_open and not is_told and runtime.hvd.rank() == 0:
+            name = type(method).__name__
+            warnings.warn(
+                f"{method.name} corrects momentum, and a tape knows nothing of the optimizer: it "
+                f"gets error feedback alone. For momentum correction write {name}(momentum=0.9) "
+                "and give the optimizer momentum=0, or use hvd.DistributedOptimizer; if error "
+                f"feedback alone is what you want, write {name}(momentum=0.0)",
+                UserWarning,
+                stacklevel=5,
+            )
+        return binding
 
     bind.__module__, bind.__qualname__ = module, "bind"
     return bind
-
-
-def _bound(runtime: Runtime, compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
-    if isinstance(compression, Binding):
-        known = [slot.name for slot in compression.store.slots]
-        asked = [slot.name for slot in slots_of(variables)]
-        if known != asked:
-            raise ConfigError(
-                f"this compression is bound to {len(known)} variables, {', '.join(known[:3])} ..., "
-                f"and not to the {len(asked)} that are used here, {', '.join(asked[:3])} ..."
-            )
-        return compression
-    slots = slots_of(variables)
-    variables = [native(variable) for variable in variables]
-    if unknown := sorted(options.keys() - set(_BIND)):
-        raise ConfigError(f"bind has no option {unknown[0]!r}; it has {', '.join(_BIND)}")
-    if not variables:
-        raise ConfigError("there are no variables whose gradients could be exchanged")
-    method = as_fixed(compression)
-    check_partner(method, None, None)
-    is_told = "momentum" in options
-    momentum = {name: options.pop(name, default) for name, default in _NO_MOMENTUM.items()}
-    options["groups"] = places_of_groups(options.get("groups"), variables)
-    shared = HorovodOptions.checked(runtime.hvd, method, **options)
-    key = (runtime, method, repr((shared, sorted(momentum.items()))))
-    # Held by a variable: it lives as long as the state makes sense.
-    table = variables[0].__dict__.setdefault(_BINDINGS, [])
-    for known_key, references, binding in table:
-        # Variables would compare by value.
-        if known_key == key and [id(r()) for r in references] == list(map(id, variables)):
-            return binding
-    table[:] = [entry for entry in table if all(r() is not None for r in entry[1])]
-    binding = Binding(runtime, method, slots, shared, **momentum)
-    table.append((key, [weakref.ref(v) for v in variables], binding))
-    if not is_told and runtime.hvd.rank() == 0:
-        _warn_about_momentum(binding)
-    return binding
-
-
-def _warn_about_momentum(binding: Binding) -> None:
-    method = binding.method
-    is_open = method.takes_momentum and method.momentum is None
-    if is_open:
-        warnings.warn(
-            f"{method.name} corrects momentum, and a tape knows nothing of the optimizer: it gets "
-            f"error feedback alone. For momentum correction write "
-            f"{type(method).__name__}(momentum=0.9) and give the optimizer momentum=0, or use "
-            "hvd.DistributedOptimizer; if error feedback alone is what you want, write "
-            f"{type(method).__name__}(momentum=0.0)",
-            UserWarning,
-            stacklevel=7,
-        )
 
 
 @dataclasses.dataclass
@@ -137,7 +126,7 @@ class _Averaging:
     """How a tape averages gradients; ``local``: the ids of variables whose gradients stay on this
     rank."""
 
-    runtime: Runtime
+    bind: Callable[..., Binding]
     compression: Any
     options: dict[str, Any]
     scale_local: bool
@@ -173,9 +162,10 @@ class CompressedTape:
         flat, parts, how = tf.nest.flatten(sources), tf.nest.flatten(gradients), self._averaging
         shared = [i for i, source in enumerate(flat) if id(native(source)) not in how.local]
         variables = [flat[i] for i in shared]
-        binding = _bound(how.runtime, how.compression, variables, **how.options)
+        binding = how.bind(how.compression, variables, **how.options)
         self.compression, size = binding, binding.engine.size
-        means = binding.reduce([parts[i] for i in shared], common=[sample_of(binding, variables)])
+        common = [sample_of(binding.step, variables)]
+        means = binding.reduce([parts[i] for i in shared], common=common)
         averages = dict(zip(shared, means, strict=True))
         for i, own in enumerate(parts):
             if i in averages:
@@ -185,7 +175,9 @@ class CompressedTape:
         return tf.nest.pack_sequence_as(sources, parts)
 
 
-def wrap_tape(runtime: Runtime, factory: Callable[..., Any], gather: Gather) -> Callable[..., Any]:
+def wrap_tape(
+    hvd: Any, bind: Callable[..., Binding], factory: Callable[..., Any], gather: Gather
+) -> Callable[..., Any]:
     """Return Horovod's ``DistributedGradientTape``, extended to take this package's compressors."""
     signature = with_options(factory, seed=0)
 
@@ -204,22 +196,19 @@ def wrap_tape(runtime: Runtime, factory: Callable[..., Any], gather: Gather) -> 
             ConfigError, UnsupportedError: an option has a value that cannot be honoured.
             MismatchError: the ranks differ in method, options or variables.
         """
-        call = bind_call(signature, args, kwargs, runtime.hvd, gather)
+        call = bind_call(signature, args, kwargs, hvd, gather)
         check_compression(call.arguments["compression"])
         if not is_ours(call.arguments["compression"]):
             return _with_keras_variables(hand_on(factory, call.arguments))
-        return distribute_tape(runtime, call.arguments)
+        return distribute_tape(bind, call.arguments)
 
     DistributedGradientTape.__signature__ = signature
     return DistributedGradientTape
 
 
-def distribute_tape(runtime: Runtime, options: Mapping[str, Any]) -> Any:
-    """Return a tape like ``options["gradtape"]`` that averages gradients over the ranks.
-
-    Args:
-        options: those of ``DistributedGradientTape``, by name.
-    """
+def distribute_tape(bind: Callable[..., Binding], options: Mapping[str, Any]) -> Any:
+    """Return a tape like ``options["gradtape"]`` that averages gradients over the ranks; these are
+    the options of ``DistributedGradientTape``, by name."""
     tape, compression = options["gradtape"], options["compression"]
     if not isinstance(tape, tf.GradientTape):
         raise ConfigError(f"gradtape must be a tf.GradientTape; got {type(tape).__name__}")
@@ -230,7 +219,7 @@ def distribute_tape(runtime: Runtime, options: Mapping[str, Any]) -> Any:
     if not isinstance(compression, Binding):
         own = {name: options[name] for name in _BIND if name in options}
         own["groups"] = options["groups"] or options["num_groups"]
-    new._averaging = _Averaging(runtime, compression, own, options["scale_local_gradients"])
+    new._averaging = _Averaging(bind, compression, own, options["scale_local_gradients"])
     return new
 
 

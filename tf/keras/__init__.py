@@ -31,7 +31,7 @@ OPTIMIZERS = {
     "OneBitLAMB": "optimizers",
     "SAM": "sharpness",
     "ScaledWarmup": "warmup",
-    "ZeroOneAdam": "zero_one_adam",
+    "ZeroOneAdam": "optimizers",
 }
 
 __all__ = [*_methods, *OF_CODISTILLATION, "OuterSGD", "callbacks"]
@@ -56,7 +56,7 @@ def _register(module: Any) -> None:
 _horovod: Any = drop_in.load_horovod("horovod.tensorflow.keras", "TensorFlow", _register)
 _older: Any = drop_in.load_horovod("horovod.keras", "TensorFlow", _register)
 if not isinstance(_horovod, ImportError):
-    from ..over_horovod import runtime
+    from ..engine import runtime
     from ..registration import wrap_optimizer
     from . import elastic
 

@@ -13,8 +13,8 @@ from tensorflow import keras
 from hvd_compress.config import check_between, check_choice, check_whole, is_number
 from hvd_compress.errors import ConfigError
 
-from ..contexts import check_device
-from ..optimizer import CompressedOptimizer, is_tf_keras
+from ..optimizer import CompressedOptimizer, inner_of, is_tf_keras
+from ..runtime import check_device
 from ..slots import native
 
 _Callback: TypeAlias = keras.callbacks.Callback
@@ -136,11 +136,9 @@ class BroadcastGlobalVariablesCallback(_OverRanks, _Callback):
         self._send_once(1)
 
     def _send_once(self, number: int) -> None:
-        if self._rounds == number:
-            self._rounds += 1
-            self._send()
-
-    def _send(self) -> None:
+        if self._rounds != number:
+            return
+        self._rounds += 1
         optimizer = self.model.optimizer
         known = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
         variables = [native(v) for v in [*self.model.variables, *known]]
@@ -278,7 +276,7 @@ class LearningRateScheduleCallback(_Callback):
         if new == old:
             return
         optimizer.learning_rate = new
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = inner_of(optimizer)
         if self.momentum_correction and old > 0:
             for velocity in getattr(inner, "momentums", None) or []:
                 if type(inner).__name__ == "SGD":

@@ -18,7 +18,7 @@ from hvd_compress.systems.base import Arrays
 from hvd_compress.systems.teachers import Codistillation, Codistiller
 from hvd_compress.systems.teachers.losses import Functions, losses_over, target
 
-from ..contexts import check_context
+from ..runtime import check_context
 from ..slots import native
 
 #: those of :mod:`hvd_compress.systems.teachers.losses`

@@ -24,9 +24,8 @@ from hvd_compress.systems.rounds.factories import factories_of
 from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp
 from hvd_compress.systems.teachers.codistiller import codistillation_over
 
-from ..contexts import check_context
-from ..loss_scaling import NotInLossScaling
-from ..optimizer import CompressedOptimizer, is_keras_3, made_like
+from ..optimizer import CompressedOptimizer, NotInLossScaling, is_keras_3, made_like
+from ..runtime import check_context
 from ..slots import native
 from .codistillation import KerasCodistiller
 

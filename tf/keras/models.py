@@ -59,8 +59,7 @@ def loader(runtime: Runtime, module: str) -> Callable[..., Any]:
                 "save the model with one of keras.optimizers"
             )
         if KERAS_3:
-            for module in ("optimizers", "zero_one_adam"):  # known from now on
-                importlib.import_module(f"hvd_compress.tensorflow.keras.{module}")
+            importlib.import_module("hvd_compress.tensorflow.keras.optimizers")  # known from now on
         known = {cls.__name__: cls for cls in classes}
         model = keras.models.load_model(
             filepath, custom_objects={**known, **(custom_objects or {})}

@@ -58,7 +58,7 @@ def DistributedGradientTape(  # noqa: N802, Horovod's name
     options = dict(locals())
     rank()  # says if init() is missing
     options["compression"] = chosen(compression, Compression.none, rank)
-    return tape.distribute_tape(runtime, options)
+    return tape.distribute_tape(bind, options)
 
 
 def PartialDistributedGradientTape(  # noqa: N802, Horovod's name
