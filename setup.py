@@ -28,7 +28,6 @@ setup(
         "hvd_compress.torch.optimizers",
         "hvd_compress.torch.state",
         "hvd_compress.torch.studies",
-        "hvd_compress.torch.studies.measures",
         "hvd_compress.torch.systems",
         "hvd_compress.torch.triton",
         "hvd_compress.tensorflow",

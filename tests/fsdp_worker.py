@@ -16,7 +16,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -700,6 +705,20 @@ def mistakes_are_errors() -> None:
         _train(model, range(1))
 
 
+def models_of_fsdp1_are_told_to_use_fully_shard() -> None:
+    shard, replica = MESHES["2x2"]["shard"], MESHES["2x2"]["replica"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that FSDP2 has come
+        model = FullyShardedDataParallel(
+            _model(), device_mesh=shard, device_id=DEVICE, use_orig_params=True
+        )
+    with pytest.raises(UnsupportedError, match=r"FSDP1.*fully_shard\(module, mesh=mesh"):
+        hvd.compress_replicas(model, replica, "topk")
+    for make in (hvd.DiLoCo, hvd.LocalSGD):
+        with pytest.raises(UnsupportedError, match=r"left this rank a part.*Write fully_shard"):
+            make(_sgd(model), process_set=replica)
+
+
 def all_ranks_learn_that_one_differs() -> None:
     method = "topk:density=0.05" if dist.get_rank() != 3 else "topk:density=0.01"
     with pytest.raises(MismatchError, match=r"rank 0, 1, 2: TopK.*\n.*rank 3: TopK"):
@@ -800,16 +819,12 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # of PyTorch's own calls
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=NeedsTuning)
-    warnings.filterwarnings("ignore", "(?s).*AccumulateGrad")  # on a GPU, of FSDP1
     torch.set_num_threads(1)
     start_process_group()
     names = ("replica", "shard")
     MESHES["2x2"] = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=names)
     MESHES["4x1"] = init_device_mesh(DEVICE.type, (4, 1), mesh_dim_names=names)
-    from tests import fsdp1_scenarios
-
-    scenarios = {**SCENARIOS, **fsdp1_scenarios.SCENARIOS}
-    scenarios = {name: f for name, f in scenarios.items() if name not in LEFT_OUT}
+    scenarios = {name: f for name, f in SCENARIOS.items() if name not in LEFT_OUT}
     run_all(sys.argv[1], dist.get_rank(), scenarios, dist.barrier)
     dist.destroy_process_group()
 

@@ -10,10 +10,8 @@ A scale belongs to one backward pass, and a step to one thread: others may train
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,14 +31,6 @@ class _Pass(NamedTuple):
 
 #: those that run, by PyTorch's number of the pass
 scaled_passes: dict[int, _Pass] = {}
-
-
-class _Steps(threading.local):
-    is_scalers = False
-
-
-#: a ``GradScaler`` lets an optimizer step in this thread, and has averaged before
-_steps = _Steps()
 
 
 def running_scale() -> float | None:
@@ -63,22 +53,7 @@ def forget_scale() -> None:
     here = threading.get_ident()
     for number, each in list(scaled_passes.items()):
         if each.owner == here:
-            _leave(number)
-
-
-def scaler_steps() -> bool:
-    """Return whether a ``GradScaler`` calls the ``optimizer.step()`` that runs now."""
-    return _steps.is_scalers
-
-
-@contextlib.contextmanager
-def scaler_step() -> Iterator[None]:
-    """Mark, for as long as the context lasts, that a ``GradScaler`` calls ``optimizer.step()``."""
-    _steps.is_scalers = True
-    try:
-        yield
-    finally:
-        _steps.is_scalers = False
+            scaled_passes.pop(number, None)
 
 
 def watch_scale() -> None:
@@ -103,7 +78,7 @@ def refuse_scale(method: Compressor, is_scaled: bool, instead: str) -> None:
     if is_scaled and method.per_rank(torch.zeros(64, 64)):
         for number, each in list(scaled_passes.items()):
             if each.thread == threading.get_ident():  # its pass ends here
-                _leave(number)
+                scaled_passes.pop(number, None)
         raise ConfigError(
             f"{method.name} keeps residuals, and with a loss scale that changes between steps they "
             f"would be of another scale than the gradients that they are added to: {instead}"
@@ -120,30 +95,23 @@ def note_scale(outputs: Any, factor: float) -> Any:
     Args:
         outputs: what ``GradScaler.scale`` returns: a tensor, or a nest of iterables of such.
     """
-    return _for_each(outputs, functools.partial(_hang_hook, factor=factor))
+    if not isinstance(outputs, torch.Tensor):
+        noted = map(functools.partial(note_scale, factor=factor), outputs)
+        return type(outputs)(noted) if isinstance(outputs, list | tuple) else noted
+    owner = threading.get_ident()
 
+    def enter(_: torch.Tensor) -> None:
+        number = current_pass()
+        scaled_passes[number] = _Pass(factor, threading.get_ident(), owner)
 
-def _for_each(outputs: Any, action: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(outputs, torch.Tensor):
-        return action(outputs)
-    mapped = map(functools.partial(_for_each, action=action), outputs)
-    return type(outputs)(mapped) if isinstance(outputs, list | tuple) else mapped
+        def leave() -> None:
+            scaled_passes.pop(number, None)
 
+        torch.autograd.Variable._execution_engine.queue_callback(leave)
 
-def _hang_hook(loss: torch.Tensor, factor: float) -> torch.Tensor:
-    if loss.requires_grad:
-        loss.register_hook(functools.partial(_enter, factor, threading.get_ident()))
-    return loss
-
-
-def _enter(factor: float, owner: int, _: torch.Tensor) -> None:
-    number = current_pass()
-    scaled_passes[number] = _Pass(factor, threading.get_ident(), owner)
-    torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_leave, number))
-
-
-def _leave(number: int) -> None:
-    scaled_passes.pop(number, None)
+    if outputs.requires_grad:
+        outputs.register_hook(enter)
+    return outputs
 
 
 def current_pass() -> int:

@@ -15,7 +15,7 @@ import torch
 from hvd_compress.backends import EagerBackend, HostFunction, Output
 from hvd_compress.errors import UnsupportedError
 
-from .plain import check_plain
+from .parameters import check_plain
 
 Array = torch.Tensor
 

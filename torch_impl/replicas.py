@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hvd_compress.agreement import Terms, differences, encode
-from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
+from hvd_compress.errors import ConfigError, MismatchError
+
+from .parameters import is_sharded
 
 #: how to shard a model for an exchange between replicas
 HOW = (
@@ -18,16 +18,6 @@ HOW = (
     "device, (nodes, ranks_per_node), mesh_dim_names=('replica', 'shard')), "
     "fully_shard(module, mesh=mesh['shard']) for each module, then "
     "hvd.compress_replicas(model, mesh['replica'], 'topk')"
-)
-_OTHER_TORCH = (
-    f"FSDP2 of PyTorch {torch.__version__} keeps parameters elsewhere than that of 2.13, with "
-    "which compress_replicas was tested: install that version"
-)
-#: behind the name of a parameter
-STEPS_IN_BACKWARD = (
-    "has a hook that runs when its gradient is there, such as an optimizer that steps during "
-    "backward. The average over the replicas comes at the end of backward: step after "
-    "loss.backward()"
 )
 
 
@@ -80,67 +70,6 @@ def agree(terms: Terms, *groups: Any) -> None:
         everyone = {rank: text for part in parts for rank, text in part.items()}
     if len(set(everyone.values())) > 1:
         raise MismatchError(differences([text for _, text in sorted(everyone.items())]))
-
-
-def is_sharded(x: torch.Tensor) -> bool:
-    """Return whether a tensor is a ``DTensor``."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # whose import takes long
-    return tensors is not None and isinstance(x, tensors.DTensor)
-
-
-def is_flattened(x: torch.Tensor) -> bool:
-    """Return whether ``FullyShardedDataParallel`` has laid a parameter out among others and cut
-    it."""
-    return getattr(x, "_fsdp_flattened", False)
-
-
-def local(x: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor: itself, or the shard of a ``DTensor``."""
-    shard: torch.Tensor = x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
-    return shard
-
-
-def groups_of(module: Any) -> list[Any]:
-    """Return FSDP2's groups of the parameters of an ``FSDPModule``: one for each mesh."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    if hasattr(state, "_fsdp_param_group"):  # up to PyTorch 2.11, which knows one mesh only
-        return [group for group in (state._fsdp_param_group,) if group is not None]
-    raise UnsupportedError(_OTHER_TORCH)
-
-
-def sharded_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules that ``fully_shard`` has sharded and that have parameters of their own,
-    with their names in the model; of those that were given to it together, the first.
-
-    Raises:
-        ConfigError: there are none.
-        UnsupportedError: parameters of one module are on several meshes.
-    """
-    try:
-        from torch.distributed.fsdp import FSDPModule
-    except ImportError as error:
-        raise UnsupportedError(_OTHER_TORCH) from error
-    found: dict[int, tuple[str, Any]] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        groups = groups_of(module)
-        if len(groups) > 1:
-            raise UnsupportedError(
-                f"parameters of {name or 'the model'} are on several meshes (shard_placement_fn), "
-                "where PyTorch has no hook: call fully_shard for each part with one mesh"
-            )
-        if groups:
-            found.setdefault(id(groups[0]), (name, module))
-    if not found:
-        raise ConfigError(
-            "fully_shard was not called for any module of this model, or for none with "
-            f"parameters: {HOW}. A model that is whole on every rank belongs into "
-            "DistributedDataParallel, with the hook hvd.ddp_hook"
-        )
-    return list(found.values())
 
 
 def check_apart(shards: Collection[int], replicas: dist.ProcessGroup) -> None:

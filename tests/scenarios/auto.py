@@ -214,5 +214,5 @@ def momentum_stays_the_optimizers() -> None:
     model, optimizer = begin(momentum=0.9)
     train(model, optimizer, range(2))
     assert optimizer.param_groups[0]["momentum"] == 0.9
-    assert not optimizer.compression.takes_optimizer_momentum
+    assert not optimizer.compression.store.momentum_side.is_taken
     assert any("momentum_buffer" in state for state in optimizer.state.values())

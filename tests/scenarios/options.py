@@ -613,7 +613,7 @@ def number_of_groups() -> None:
     a, b, c, d, e, f = model.parameters()
     options = {"compression": SPARSE}
     alone = hvd.DistributedOptimizer(sgd(model), **options)
-    assert alone.groups_of_parameters() is None
+    assert alone._groups is None
     for groups, expected in (
         (1, [(a, b, c, d, e, f)]),
         (4, [(a, b), (c, d), (e,), (f,)]),  # as Horovod divides them
@@ -623,7 +623,7 @@ def number_of_groups() -> None:
         optimizer = hvd.DistributedOptimizer(sgd(model), groups=groups, **options)
         more = torch.nn.Parameter(torch.zeros(3))
         optimizer.add_param_group({"params": [more]})
-        found = optimizer.groups_of_parameters()
+        found = optimizer._groups
         for members, wanted in zip(found, [*expected, (more,)], strict=True):
             assert [id(p) for p in members] == [id(p) for p in wanted]
     with warnings.catch_warnings(record=True) as caught:
@@ -632,8 +632,8 @@ def number_of_groups() -> None:
         both = hvd.DistributedOptimizer(sgd(model), num_groups=2, groups=3, **options)
     assert [w.category for w in caught] == [DeprecationWarning] * 2
     assert caught[0].filename == __file__
-    assert len(older.groups_of_parameters()) == 2
-    assert len(both.groups_of_parameters()) == 3
+    assert len(older._groups) == 2
+    assert len(both._groups) == 3
 
 
 def a_change_of_backward_passes_counts_from_there() -> None:

@@ -19,8 +19,8 @@ LEFT_OUT = {"barrier", "init", "shutdown", "Compression", "ProcessSet"}
 INNER = {
     *("begin", "bind", "exchange_gradients", "take", "velocity_factor", "load_users_state_dict"),
     *("after_step", "average", "before_step", "consensus", "freeze", "restart", "update"),
-    *("compression_options", "expect_scale", "confirm_scale", "average_buffers", "formula_of"),
-    *("take_scale", "groups_of_parameters", "repaired", "update_batch_norm"),
+    *("compression_options", "expect_scale", "confirm_scale", "formula_of"),
+    *("take_scale", "repaired", "update_batch_norm"),
 }
 
 

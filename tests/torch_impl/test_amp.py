@@ -9,13 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hvd_compress.torch import amp
-from hvd_compress.torch.amp import (
-    forget_scale,
-    note_scale,
-    running_scale,
-    scaler_step,
-    scaler_steps,
-)
+from hvd_compress.torch.amp import forget_scale, note_scale, running_scale
 
 
 def scales_seen(scale: float | None, meet=lambda: None) -> list[float | None]:
@@ -71,17 +65,6 @@ def test_a_pass_that_ended_with_an_error_leaves_no_scale():
     assert running_scale() is None
     forget_scale()
     assert scales_seen(None) == [None]
-
-
-def test_steps_of_a_scaler_are_those_of_its_thread():
-    seen = []
-    with scaler_step():
-        thread = threading.Thread(target=lambda: seen.append(scaler_steps()))
-        thread.start()
-        thread.join(60)
-        assert scaler_steps()
-    assert seen == [False]
-    assert not scaler_steps()
 
 
 def test_a_pass_that_failed_on_a_thread_of_its_own_leaves_no_scale():

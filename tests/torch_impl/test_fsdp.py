@@ -10,13 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.torch.plain import check_plain
-from hvd_compress.torch.replicas import is_group, is_sharded, local
-from tests import fsdp1_scenarios, fsdp_worker, jobs
+from hvd_compress.torch.parameters import check_plain, is_sharded, local
+from hvd_compress.torch.replicas import is_group
+from tests import fsdp_worker, jobs
 from tests.scenarios import read
 
 RANKS = 4
-SCENARIOS = [*fsdp_worker.SCENARIOS, *fsdp1_scenarios.SCENARIOS]
 
 
 def test_plain_tensors_are_no_shards():
@@ -46,7 +45,7 @@ def results(tmp_path_factory):
             jobs.run([*command, str(jobs.TESTS / "fsdp_worker.py"), str(folder)], timeout=240)
         except jobs.JobError as error:
             (folder / "failure").write_text(str(error))
-        names = [name for name in SCENARIOS if name not in fsdp_worker.LEFT_OUT]
+        names = [name for name in fsdp_worker.SCENARIOS if name not in fsdp_worker.LEFT_OUT]
         return [read(folder, rank, names) for rank in range(RANKS)]
 
     return run
@@ -54,7 +53,7 @@ def results(tmp_path_factory):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, id=f"torchrun-{RANKS}@{name}") for name in SCENARIOS]
+    "name", [pytest.param(name, id=f"torchrun-{RANKS}@{name}") for name in fsdp_worker.SCENARIOS]
 )
 def test_scenario(results, name):
     if name in fsdp_worker.LEFT_OUT:

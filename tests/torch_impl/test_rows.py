@@ -9,7 +9,7 @@ from hvd_compress.base import Context
 from hvd_compress.engines import lockstep
 from hvd_compress.engines.base import alone
 from hvd_compress.methods.rows import as_rows
-from hvd_compress.torch.state.rows import exchange_rows
+from hvd_compress.torch.state.store import exchange_rows
 
 #: rows of a matrix of 6 x 2, by rank; the first has row 4 twice
 ROWS = (

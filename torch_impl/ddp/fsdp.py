@@ -1,4 +1,4 @@
-"""Compressed exchanges between the replicas of a model that FSDP2, or FSDP1, shards.
+"""Compressed exchanges between the replicas of a model that FSDP2 shards.
 
 Inside a node ``fully_shard`` gathers and reduces as always, over the shard dimension of a mesh;
 between nodes the replicas of each shard average it by a method of this package::
@@ -10,35 +10,186 @@ between nodes the replicas of each shard average it by a method of this package:
     exchange = compress_replicas(model, mesh["replica"], "topk:density=0.01")
 
 After ``loss.backward()`` the gradients are averages over all ranks, as with PyTorch's own HSDP.
+
+FSDP2 reduces the gradients of a module's parameters inside the shard group into one flat tensor,
+hands that to a hook, and makes the parameters' gradients of it afterwards: it divides (for
+float16), casts to the dtype of the parameters, and cuts.  The hook returns before the average over
+the replicas is there.  So it takes the flat gradient away and leaves ones; what FSDP2 makes of ones
+is then the factor by which it would have scaled, in the dtype and the memory that it wants, and the
+average has only to be multiplied in.
+
+With ``set_gradient_divide_factor(f)`` PyTorch's own HSDP returns the sum over all ranks, divided by
+``f``.  The hook then leaves the number of replicas instead of ones, which makes the average over
+them their sum.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from hvd_compress.agreement import listed
 from hvd_compress.base import Compressor
-from hvd_compress.errors import ConfigError
-from hvd_compress.methods import PowerSGD, as_fixed
+from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.methods import as_fixed
 from hvd_compress.reduce import Reducer
 from hvd_compress.reduce.state_file import entry, refused
 from hvd_compress.stats import Stats
 
 from ..amp import NO_SCALE, refuse_scale, running_scale, watch_scale
-from ..replicas import agree, group_of
+from ..parameters import is_sharded, local
+from ..replicas import HOW, agree, check_apart, group_of
 from ..state.rank_states import placed
-from .flat_modules import FlatModel, FlatModule, FlatPart, is_flat
 from .hook import check_method
 from .nodes import ShardStore
 from .process_groups import ReplicaEngine
-from .sharded_modules import Part, ShardedModel, ShardedModule
 
-Module: TypeAlias = ShardedModule | FlatModule
+_OTHER_TORCH = (
+    f"FSDP2 of PyTorch {torch.__version__} keeps parameters elsewhere than that of 2.13, with "
+    "which compress_replicas was tested: install that version"
+)
+
+
+class Part(NamedTuple):
+    """A parameter's shard on this rank.
+
+    Attributes:
+        name: of the parameter in the model.
+        of: FSDP2's object for it, which stays when the parameter is replaced.
+        shape: of the shard without padding.
+        elements: those of the flat gradient that belong to it, padding included.
+    """
+
+    name: str
+    of: Any
+    shape: torch.Size
+    elements: int
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        """The sharded parameter, a ``DTensor``."""
+        return self.of.sharded_param
+
+
+class ShardedModule:
+    """A module with parameters of its own that ``fully_shard`` has sharded.
+
+    Args:
+        module: an ``FSDPModule``; its all-reduce hook becomes this object's.
+        name: its name in the model, for messages.
+        names: of the model's parameters, by their identity.
+        replicas: their number.
+        start: called in the hook with this object and the flat gradient, which it gets back by
+            :meth:`take`.
+
+    Raises:
+        ConfigError: it has a hook already.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        name: str,
+        names: Mapping[int, str],
+        replicas: int,
+        start: Callable[[ShardedModule, torch.Tensor], None],
+    ) -> None:
+        self.name = name or "the model"
+        self._replicas, self._start = replicas, start
+        (self.group,) = _groups_of(module)
+        self._policy = module._get_fsdp_state()._mp_policy
+        if self.group._all_reduce_hook is not None:
+            raise ConfigError(
+                f"{self.name} has an all-reduce hook already: call compress_replicas once, for the "
+                "whole model"
+            )
+        self.parts = [
+            Part(names[id(p.sharded_param)], p, p.sharded_size, p.padded_sharded_param_size.numel())
+            for p in self.group.fsdp_params
+        ]
+        self._flat: torch.Tensor | None = None  # of this step, as FSDP2 has reduced it
+        self._partial: torch.Tensor | None = None  # of passes before, not exchanged yet
+        self._before: dict[str, Any] = {}  # gradients that the new ones are added to, by name
+        module.set_all_reduce_hook(self._hook)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the gradient arrives."""
+        own = self.parts[0].parameter.dtype
+        return self._policy.reduce_dtype or self._policy.param_dtype or own
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there is a gradient of it that has not become the parameters'."""
+        return self._flat is not None or self._partial is not None
+
+    def trained(self) -> list[Part]:
+        """Return the shards of parameters that are trained."""
+        return [part for part in self.parts if part.parameter.requires_grad]
+
+    @torch.no_grad()
+    def _hook(self, flat: torch.Tensor) -> None:
+        """Take the flat gradient of the shard, of shape (elements of all parts,)."""
+        self._check(flat)
+        whole = flat.clone() if self._partial is None else self._partial + flat
+        if not self.group.all_reduce_grads:  # set_requires_all_reduce(False)
+            self._partial = whole
+            flat.zero_()
+            return
+        self._start(self, whole)
+        self._partial = None
+        # The average over the replicas is part of FSDP2's own factor, unless the user has set that.
+        flat.fill_(1 if self.group.gradient_divide_factor is None else self._replicas)
+
+    def _check(self, flat: torch.Tensor) -> None:
+        trained = self.trained()
+        if flat.numel() != sum(part.elements for part in trained):
+            raise UnsupportedError(
+                f"some parameters of {self.name} have got no gradient in this step, and FSDP2 does "
+                "not say which: call module.set_reduce_scatter_unused_params(True) of each "
+                "FSDPModule, which makes these gradients zero, or freeze the parameters"
+            )
+        for part in trained:
+            if getattr(part.parameter, "_post_accumulate_grad_hooks", None):
+                raise UnsupportedError(
+                    f"{part.name} has a hook that runs when its gradient is there, such as an "
+                    "optimizer that steps during backward. The average over the replicas comes at "
+                    "the end of backward: step after loss.backward()"
+                )
+
+    def take(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the gradients of the shards by name: views of the flat one."""
+        self._flat = flat
+        found, start = {}, 0
+        for part in self.trained():
+            if part.parameter.grad is not None:
+                self._before[part.name], part.parameter.grad = part.parameter.grad, None
+            if size := part.shape.numel():  # the last ranks may have nothing of a small parameter
+                found[part.name] = flat[start : start + size].view(part.shape)
+            start += part.elements
+        return found
+
+    @torch.no_grad()
+    def settle(self, averages: Mapping[str, torch.Tensor]) -> None:
+        """Multiply the averages over the replicas, by name, into what FSDP2 has made of ones."""
+        for part in self.trained():
+            gradient: Any = part.parameter.grad
+            if part.name in averages:
+                shard = gradient.to_local()
+                shard.mul_(averages[part.name].to(shard.device))
+            if (before := self._before.pop(part.name, None)) is not None:
+                before.to_local().add_(gradient.to_local())
+                part.parameter.grad = before
+        self._flat = None
+
+    def forget(self) -> None:
+        """Discard the gradients that are under way."""
+        self._flat = self._partial = None
+        self._before.clear()
 
 
 class ReplicaExchange:
@@ -52,18 +203,26 @@ class ReplicaExchange:
     """
 
     def __init__(
-        self, model: torch.nn.Module, sharded: ShardedModel | FlatModel, reducer: Reducer
+        self,
+        model: torch.nn.Module,
+        modules: list[tuple[str, Any]],
+        reducer: Reducer,
+        device: torch.device,
     ) -> None:
-        self.reducer, self._device = reducer, sharded.device
-        self._modules: Sequence[Module] = sharded.modules(self._begin, self._start)
-        self._begun: list[Module] = []
+        self.reducer, self._device = reducer, device
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._modules = [
+            ShardedModule(module, name, names, reducer.engine.size, self._start)
+            for name, module in modules
+        ]
+        self._begun: list[ShardedModule] = []
         self._is_awaited = False  # the end of this backward pass
         self._stream: Any = None  # of a GPU, on which hooks run
         model.register_forward_pre_hook(self._look_back)
 
     # -- the backward pass -------------------------------------------------------------------
 
-    def _begin(self, module: Module) -> None:
+    def _start(self, module: ShardedModule, flat: torch.Tensor) -> None:
         refuse_scale(self.reducer.method, running_scale() is not None, NO_SCALE)
         if module in self._begun:  # it is used twice in this step
             self._finish()
@@ -71,12 +230,10 @@ class ReplicaExchange:
             # Behind FSDP2's own callback, in which hooks of the first modules may run.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
             self._is_awaited = True
-
-    def _start(self, module: Module) -> None:
         if self._device.type != "cpu":
             self._stream = torch.accelerator.current_stream(self._device)
         self._begun.append(module)
-        if gradients := module.gradients():  # replicas of this rank have nothing either
+        if gradients := module.take(flat):  # replicas of this rank have nothing either
             self.reducer.start_together(gradients)
 
     def _end(self) -> None:
@@ -197,21 +354,15 @@ class ReplicaExchange:
                 "call abandon()"
             )
 
-    def _parts(self) -> dict[str, tuple[Part | FlatPart, torch.dtype]]:
-        return {
-            part.name: (part, module.dtype)
-            for module in self._modules
-            for part in module.trained()
-            if part.shape.numel()
-        }
-
     def _make_states(self) -> None:
         """Make the states of shards that have had no gradient yet: who loads a checkpoint asks
         first what there may be."""
         method, store = self.reducer.method, self.reducer.store
-        for name, (part, dtype) in self._parts().items():
-            like = torch.zeros(part.shape, dtype=dtype, device=self._device)
-            store.state_for(name, like, method.for_tensor(name, tuple(part.shape)))
+        for module in self._modules:
+            for name, shape in ((part.name, part.shape) for part in module.trained()):
+                if shape.numel():
+                    like = torch.zeros(shape, dtype=module.dtype, device=self._device)
+                    store.state_for(name, like, method.for_tensor(name, tuple(shape)))
 
 
 def _own_key() -> str:
@@ -227,9 +378,8 @@ def compress_replicas(
     nesterov: bool = False,
     seed: int = 0,
 ) -> ReplicaExchange:
-    """Average gradients between the replicas of a model that ``fully_shard`` (FSDP2) or
-    ``FullyShardedDataParallel`` (FSDP1) has sharded, by a compression method.  A collective of all
-    ranks, before the first step.
+    """Average gradients between the replicas of a model that ``fully_shard`` (FSDP2) has sharded,
+    by a compression method.  A collective of all ranks, before the first step.
 
     The shards of the first replica are copied to the others.  Each parameter's shard is one tensor
     for the method, of the shape that it has on this rank; its name is the parameter's::
@@ -240,9 +390,7 @@ def compress_replicas(
         exchange = hvd.compress_replicas(model, mesh["replica"], "topk:density=0.01")
 
     Args:
-        model: sharded over the shard dimension alone, ``fully_shard(layer, mesh=mesh["shard"])``;
-            or, with FSDP1, ``FullyShardedDataParallel(model, device_mesh=mesh["shard"])``, whose
-            pieces of parameters are vectors.
+        model: sharded over the shard dimension alone, ``fully_shard(layer, mesh=mesh["shard"])``.
         replicas: ``mesh["replica"]``, or the process group of the ranks with the same shard.
         compression: a method, its class, its name, or a text such as "dgc:density=0.01".
         momentum, nesterov: for methods that take momentum over (DGC): then the optimizer must have
@@ -253,24 +401,22 @@ def compress_replicas(
         ConfigError: the model is not sharded so, there is one replica only, or the method takes
             momentum over, and none was named.
         MismatchError: the ranks differ in method, options or parameters.
+        UnsupportedError: the model is in ``FullyShardedDataParallel`` (FSDP1), or parameters of one
+            module are on several meshes.
     """
     method: Compressor = as_fixed(compression)
     check_method(method, momentum, "compress_replicas(model, mesh['replica'], {})")
-    flat = is_flat(model)
-    if flat and isinstance(method, PowerSGD):
-        raise ConfigError(
-            "FullyShardedDataParallel cuts parameters without regard to rows, so powersgd would "
-            "find no matrix and send everything: shard with fully_shard, or take another method"
-        )
     group = group_of(replicas)
-    sharded = FlatModel(model, group) if flat else ShardedModel(model, group)
+    modules = _sharded_modules(model, group)
+    (first,) = _groups_of(modules[0][1])
+    shards, device = first.mesh_info.shard_process_group, first.device
     options = {"method": repr(method), "momentum, nesterov": f"{momentum}, {nesterov}"}
-    terms = {**options, "seed": str(seed), "parameters": listed(sharded.parameters())}
-    agree(terms, group, sharded.shards)
+    parameters = listed((f"{name} {p.dtype}", p.shape) for name, p in model.named_parameters())
+    agree({**options, "seed": str(seed), "parameters": parameters}, group, shards)
     reducer = Reducer(
         method,
-        ReplicaEngine(group, sharded.device),
-        store=ShardStore(sharded.shards, sharded.device, momentum or 0.0, nesterov),
+        ReplicaEngine(group, device),
+        store=ShardStore(shards, device, momentum or 0.0, nesterov),
         momentum=momentum or 0.0,
         nesterov=nesterov,
         seed=seed,
@@ -278,19 +424,73 @@ def compress_replicas(
         in_place=True,
     )
     method.bind(reducer)
-    exchange = ReplicaExchange(model, sharded, reducer)
-    _copy(sharded.local_shards(), group)
+    exchange = ReplicaExchange(model, modules, reducer, device)
+    root = dist.get_global_rank(group, 0)
+    with torch.no_grad():
+        for shard in (local(p) for p in model.parameters() if is_sharded(p) and not p.is_meta):
+            whole = shard.contiguous()
+            dist.broadcast(whole, root, group=group)
+            shard.copy_(whole)
     return exchange
 
 
-@torch.no_grad()
-def _copy(shards: Iterable[torch.Tensor], replicas: Any) -> None:
-    """Give all replicas the shards of the first."""
-    first = dist.get_global_rank(replicas, 0)
-    for shard in shards:
-        whole = shard.contiguous()
-        dist.broadcast(whole, first, group=replicas)
-        shard.copy_(whole)
+def _sharded_modules(model: torch.nn.Module, replicas: dist.ProcessGroup) -> list[tuple[str, Any]]:
+    """Return the modules that ``fully_shard`` has sharded and that have parameters of their own,
+    with their names in the model.  For modules that were given to it together, this is the first.
+
+    Raises:
+        ConfigError: there are none, or they are sharded among ``replicas``.
+        UnsupportedError: another FSDP has the model, or parameters of one module are on several
+            meshes.
+    """
+    from torch.distributed import fsdp  # whose import takes long
+
+    if not hasattr(fsdp, "FSDPModule"):
+        raise UnsupportedError(_OTHER_TORCH)
+    found: dict[int, tuple[str, Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, getattr(fsdp, "FullyShardedDataParallel", ())):
+            raise UnsupportedError(
+                "this model is in FullyShardedDataParallel (FSDP1), which PyTorch has deprecated "
+                f"in favour of fully_shard, and whose gradients have no exchange here: {HOW}"
+            )
+        if not isinstance(module, fsdp.FSDPModule):
+            continue
+        groups = _groups_of(module)
+        if len(groups) > 1:
+            raise UnsupportedError(
+                f"parameters of {name or 'the model'} are on several meshes (shard_placement_fn), "
+                "where PyTorch has no hook: call fully_shard for each part with one mesh"
+            )
+        if groups:
+            found.setdefault(id(groups[0]), (name, module))
+    if not found:
+        raise ConfigError(
+            "fully_shard was not called for any module of this model, or for none with "
+            f"parameters: {HOW}. A model that is whole on every rank belongs into "
+            "DistributedDataParallel, with the hook hvd.ddp_hook"
+        )
+    for name, module in found.values():
+        (parameters,) = _groups_of(module)
+        mesh = parameters.mesh_info
+        if hasattr(mesh, "replicate_process_group"):
+            raise ConfigError(
+                f"{name or 'the model'} was given to fully_shard with both dimensions of the "
+                "mesh, so PyTorch averages between replicas itself, uncompressed and before any "
+                f"hook: {HOW}"
+            )
+        check_apart(dist.get_process_group_ranks(mesh.shard_process_group), replicas)
+    return list(found.values())
+
+
+def _groups_of(module: Any) -> list[Any]:
+    """Return FSDP2's groups of the parameters of an ``FSDPModule``: one for each mesh."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    if hasattr(state, "_fsdp_param_group"):  # up to PyTorch 2.11, which knows one mesh only
+        return [group for group in (state._fsdp_param_group,) if group is not None]
+    raise UnsupportedError(_OTHER_TORCH)
 
 
 watch_scale()

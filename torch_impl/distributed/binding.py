@@ -3,31 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from hvd_compress.base import Compressor, Context, Outcome, Sparse, State
+from hvd_compress.base import Compressor, Sparse, State
 from hvd_compress.engines.base import Engine
-from hvd_compress.engines.joining import Member
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.reduce import Reducer
-from hvd_compress.stats import Record, Stats
+from hvd_compress.stats import Stats
 
 from .. import backend
 from ..amp import running_scale, scaled_passes
-from ..parameters import gradient_dtype
-from ..plain import is_wrapped
+from ..parameters import gradient_dtype, is_wrapped
 from ..state.momentum import Momentum, check_sparse_step
 from ..state.store import ParameterStore
-from .watched import Watched, note_begun
 
 logger = logging.getLogger("hvd_compress")
+
+
+@dataclasses.dataclass(eq=False)
+class Watched:
+    """A parameter with a hook: its backward passes since the last exchange, whether these were all,
+    and with which gradient its exchange has begun, of which version, at which address."""
+
+    parameter: torch.nn.Parameter
+    passes: int = 0
+    is_started: bool = False
+    gradient: torch.Tensor | None = None
+    version: int = 0
+    address: int = 0
+
+    def has_changed(self) -> bool:
+        """Return whether somebody has written to the gradient since its exchange began, or put
+        another there.  A gradient that was given other memory is not known to have other numbers,
+        and views share their version with all of the buffer that they are in."""
+        gradient = self.gradient
+        if gradient is None or gradient is not self.parameter.grad:
+            return gradient is not None
+        is_here = gradient.is_sparse or gradient.data_ptr() == self.address
+        return gradient._version != self.version and is_here and not gradient._is_view()
 
 
 class Binding:
@@ -74,10 +95,11 @@ class Binding:
         is_first = engine.size == 1 or engine.rank == 0
         momentum = Momentum(optimizer, method, tells=is_first)
         self.store = ParameterStore(optimizer, method, momentum)
+        #: the loss scale of the step whose gradients came last
+        self.last_scale: float | None = None
         #: averages over the ranks of what differs, if they are those of the last step
         self.consolidated: dict[torch.nn.Parameter, State] = {}
         self.is_consolidated = False
-        self._last_scale: float | None = None
         self._saw_backward = False  # since the last exchange
         self._true_units: list[torch.nn.Parameter] = []  # whose gradients carry no scale
         self._assigned: list[tuple[torch.nn.Parameter, weakref.ref[torch.Tensor]]] = []
@@ -85,7 +107,7 @@ class Binding:
         self._has_decayed: bool | None = None  # None: not known
         self._has_warned = False
         self._name_by_id: dict[int, str] = {}  # to hash a parameter takes long
-        names, groups = optimizer._parameter_names, optimizer.groups_of_parameters()
+        names, groups = optimizer._parameter_names, optimizer._groups
         self.reducer = Reducer(
             method,
             engine,
@@ -119,11 +141,6 @@ class Binding:
     def epoch(self) -> float | None:
         """The epoch that was announced."""
         return self.reducer.epoch
-
-    @property
-    def sums(self) -> bool:
-        """Whether results are sums instead of averages."""
-        return self.reducer.sums
 
     @property
     def seed(self) -> int:
@@ -179,7 +196,12 @@ class Binding:
         exchanged are dropped, and no step was taken."""
         if self.reducer.can_discard:
             self.reducer.discard()
-        elif not self._has_warned and self._loses():
+            return
+        # After a NaN or Inf most states are those of before.
+        if self._has_warned or not any(map(self.store.get, self.store.names())):
+            return
+        gradients = [p.grad for p, _ in self._assigned if p.grad is not None]
+        if all(bool(backend.all_finite(gradient.to_dense())) for gradient in gradients):
             self._has_warned = True
             warnings.warn(
                 "gradients were exchanged and are dropped without a step: what was sent of earlier "
@@ -189,13 +211,6 @@ class Binding:
                 UserWarning,
                 stacklevel=3,
             )
-
-    def _loses(self) -> bool:
-        """Whether states are not those of before; after a NaN or Inf most of them are."""
-        has_states = any(map(self.store.get, self.store.names()))
-        return has_states and all(
-            p.grad is None or bool(backend.all_finite(p.grad.to_dense())) for p, _ in self._assigned
-        )
 
     def report_at_exit(self) -> None:
         """Log one line of statistics, on rank 0, when the program ends or drops the optimizer."""
@@ -231,11 +246,20 @@ class Binding:
     def _begin_ready(self) -> None:
         ready, self.store.ready = self.store.ready, []
         if ready:
-            note_begun(ready)
-            self.exchange_gradients([each.parameter for each in ready], in_backward=True)
+            self.begin(ready)
+
+    def begin(self, watched: Sequence[Watched]) -> None:
+        """Begin to exchange gradients as they are now in backward; never waits."""
+        for each in watched:
+            each.is_started = True
+            gradient = each.gradient = each.parameter.grad
+            if gradient is not None:
+                each.version = gradient._version
+                each.address = 0 if gradient.is_sparse else gradient.data_ptr()
+        self.exchange_gradients([each.parameter for each in watched], in_backward=True)
 
     def exchange_gradients(
-        self, parameters: Iterable[torch.nn.Parameter], in_backward: bool = False
+        self, parameters: Sequence[torch.nn.Parameter], in_backward: bool = False
     ) -> None:
         """Begin to exchange the gradients of one parameter, or of a group; never waits."""
         if not self.reducer.has_begun:
@@ -243,13 +267,13 @@ class Binding:
         self._saw_backward |= in_backward
         try:
             with self.reducer.clock.running():
-                self._start(list(parameters), in_backward)
+                self._start(parameters, in_backward)
         except BaseException:  # the optimizer stays usable
             self.store.optimizer.reset_hooks()
             self.abandon()
             raise
 
-    def _start(self, parameters: list[torch.nn.Parameter], in_backward: bool) -> None:
+    def _start(self, parameters: Sequence[torch.nn.Parameter], in_backward: bool) -> None:
         self.consolidated, self.is_consolidated = {}, False
         self.store.optimizer._synchronized = False
         if (scale := running_scale()) is not None:
@@ -260,7 +284,7 @@ class Binding:
         for p in parameters:
             if p.grad is None:  # other ranks may have one
                 p.grad = self._no_gradient(p)
-            elif not in_backward and _shares_elements(p.grad):
+            elif not in_backward and p.grad.layout is torch.strided and 0 in p.grad.stride():
                 p.grad = p.grad.clone()  # they cannot be written to; backward leaves no such
             gradient, name = p.grad, names.get(id(p)) or self._name_of(p)
             # Most are as they should be, and a function for each would take long.
@@ -291,15 +315,16 @@ class Binding:
         """
         self._begin_ready()
         with self.reducer.clock.running():
-            return self._finish_and_assign()
+            try:
+                directions = self.reducer.finish()
+            except BaseException:  # the optimizer stays usable
+                self.store.optimizer.reset_hooks()
+                self._forget()
+                raise
+            self._assign(directions)
+        return directions
 
-    def _finish_and_assign(self) -> dict[str, torch.Tensor]:
-        try:
-            directions = self.reducer.finish()
-        except BaseException:  # the optimizer stays usable
-            self.store.optimizer.reset_hooks()
-            self._forget()
-            raise
+    def _assign(self, directions: dict[str, torch.Tensor]) -> None:
         self._assigned.clear()
         taken, multiplied = self.store.taken, self.store.multiplied
         self._true_units.clear()
@@ -314,8 +339,7 @@ class Binding:
                 self._assigned.append((p, weakref.ref(gradient)))
             else:
                 self._assign_gradient(p, direction, is_rows)
-        self._last_scale, self.store.scale = self.store.scale, None
-        return directions
+        self.last_scale, self.store.scale = self.store.scale, None
 
     def untouched(self) -> bool:
         """Return whether the gradients are those of the last exchange, which may be clipped."""
@@ -333,10 +357,6 @@ class Binding:
         self.store.ready.clear()
         self.store.scale = self._has_decayed = None
         self.consolidated, self.is_consolidated = {}, False
-
-    def is_under_way(self) -> bool:
-        """Return whether gradients were taken since the last :meth:`finish`."""
-        return self.reducer.is_under_way()
 
     def _no_gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
         if p not in self.store.sparse:
@@ -364,11 +384,6 @@ class Binding:
         self._assigned.append((p, weakref.ref(p.grad)))
 
     # -- momentum ----------------------------------------------------------------------------
-
-    @property
-    def takes_optimizer_momentum(self) -> bool:
-        """Return whether the momentum of the optimizer acts inside the exchange."""
-        return self.store.momentum_side.is_taken
 
     def velocity_factor(self, p: torch.nn.Parameter) -> float:
         """Return the velocity that has the effect of a momentum buffer of 1 in plain SGD.  Ours
@@ -423,11 +438,6 @@ class Binding:
 
     # -- loss scaling, see amp.py ------------------------------------------------------------
 
-    @property
-    def last_scale(self) -> float | None:
-        """The loss scale of the step whose gradients came last."""
-        return self._last_scale
-
     def expect_scale(self, scale: float) -> None:
         """Take ``scale``, from ``unscale_``, for the scale of this step, on a rank that had no
         backward pass to learn it from."""
@@ -438,35 +448,18 @@ class Binding:
         """Prepare gradients that are about to be divided by ``scale``: a rank that had none of its
         own multiplies the averages by it.  Raise ``ConfigError`` if gradients were made with
         another scale."""
-        if not self._true_units and self._last_scale is None:
+        if not self._true_units and self.last_scale is None:
             return
-        if self._last_scale is None and not self._saw_backward:  # a rank without gradients
+        if self.last_scale is None and not self._saw_backward:  # a rank without gradients
             for p in self._true_units:
                 assert p.grad is not None
                 p.grad.mul_(scale)
-        elif self._last_scale != scale:
+        elif self.last_scale != scale:
             raise ConfigError(
-                f"the gradients were made with loss scale {self._last_scale} and are now divided "
+                f"the gradients were made with loss scale {self.last_scale} and are now divided "
                 f"by {scale}: use one torch.amp.GradScaler per optimizer, and scaler.scale(loss)"
             )
-        self._last_scale = scale
-
-    # -- between steps -----------------------------------------------------------------------
-
-    def average_buffers(
-        self, tensors: dict[torch.nn.Parameter, torch.Tensor], states: dict[Any, State]
-    ) -> dict[torch.nn.Parameter, Outcome]:
-        """Average arrays that are not gradients between steps, sent and counted like gradients, for
-        methods that are a chain.  This is a collective."""
-        engine, names, members = self.engine, self.store.optimizer._parameter_names, []
-        for p, x in tensors.items():
-            record = self.reducer.records.setdefault(names[p], Record())
-            context = Context(f"buffer.{names[p]}", engine.rank, engine.size, self.step)
-            chain = self.method.chain(x, context)
-            exchange = chain.exchange(x, states[p], context)
-            members.append(Member(context.name, exchange, record, x.nbytes))
-        outcomes = self.reducer.run(members, next(iter(tensors.values()), None))
-        return {p: outcomes[f"buffer.{names[p]}"] for p in tensors}
+        self.last_scale = scale
 
 
 def _check_gradient(name: str, gradient: torch.Tensor, p: torch.nn.Parameter) -> None:
@@ -479,10 +472,6 @@ def _check_gradient(name: str, gradient: torch.Tensor, p: torch.nn.Parameter) ->
             f"parameter {list(p.shape)} on {p.device}: after changing .data of a parameter, set "
             "its .grad to None"
         )
-
-
-def _shares_elements(gradient: torch.Tensor) -> bool:
-    return gradient.layout is torch.strided and 0 in gradient.stride()
 
 
 def _as_coo(direction: Sparse, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

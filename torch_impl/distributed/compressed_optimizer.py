@@ -13,14 +13,14 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.integrations.options import HorovodOptions, check_passes
 
-from ..amp import forget_scale, scaler_steps
+from ..amp import forget_scale
 from ..eager import run_eagerly
 from ..parameters import (
     Parameter,
@@ -34,24 +34,10 @@ from ..parameters import (
 from ..state import checkpoint
 from ..state.momentum import check_group
 from ..state.optimizer_host import loss_of
-from .binding import Binding
-from .watched import Watched, changed_since, note_begun
+from .binding import Binding, Watched
 
 #: optimizers that exchange gradients; as many as there are references to them elsewhere
 bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _locked(method: F) -> F:
-    """Let one thread at a time in; see :func:`_is_ready`."""
-
-    @functools.wraps(method)
-    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return alone  # type: ignore[return-value]
 
 
 class CompressedOptimizer(torch.optim.Optimizer):
@@ -98,7 +84,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         #: what it was told of, in the order of the groups, in which nobody else should put others
         self.known_parameters = [p for group in self.param_groups for p in group["params"]]
         self._synchronized, self._should_synchronize = False, True
-        self._lock = threading.RLock()
+        #: a ``GradScaler`` calls the ``step()`` that runs now, and has averaged before
+        self.scaler_steps = False
+        self._lock = threading.RLock()  # one thread at a time: see _is_ready
         self._heir: type[Any] | None = None  # of the optimizer that has taken the parameters over
         # Those with a hook, by id: to hash a parameter takes long.
         self._watched: dict[int, Watched] = {}
@@ -155,10 +143,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         _remove(self._hooks)
         self._watched.clear()
 
-    def _watches(self, parameters: Iterable[Parameter]) -> bool:
-        """Return whether this optimizer exchanges the gradient of one of them."""
-        return any(id(p) in self._watched for p in parameters)
-
     def _check_in_charge(self) -> None:
         if self._heir is not None:
             raise ConfigError(
@@ -169,7 +153,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def check_at_rest(self, call: str) -> None:
         """Raise ``ConfigError`` if gradients are under way, or are being added up."""
-        if self._saw_passes or self.compression.is_under_way():
+        if self._saw_passes or self.compression.reducer.is_under_way():
             raise ConfigError(
                 "gradients are under way: call optimizer.step() or optimizer.synchronize() before "
                 f"{call}"
@@ -180,16 +164,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
         together, needed = self._together(parameter), self.backward_passes_per_step
         everyone = [self._watched[id(q)] for q in together if id(q) in self._watched]
         if len(everyone) == len(together) and all(w.passes == needed for w in everyone):
-            note_begun(everyone)
-            self.compression.exchange_gradients(together, in_backward=True)
+            self.compression.begin(everyone)
 
     def _together(self, p: Parameter) -> tuple[Parameter, ...]:
         """Return ``p`` and the parameters that are exchanged with it, the same on all ranks."""
         return tuple(q for q in self._group_of.get(p, (p,)) if q.requires_grad)
-
-    def groups_of_parameters(self) -> list[tuple[Parameter, ...]] | None:
-        """Return the parameters that are exchanged together, ``None`` without ``groups``."""
-        return None if self._groups is None else list(self._groups)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Add up the gradients of ``passes`` backward passes, from now on, before they are
@@ -212,35 +191,35 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Return whether no gradient is new since the last exchange."""
         return self._synchronized and not self._saw_passes and self.compression.untouched()
 
-    @_locked
     def synchronize(self) -> None:
         """Finish all exchanges; afterwards every ``p.grad`` holds the average."""
-        self._check_in_charge()
-        if self._holds_averages():
-            return  # they must not be averaged again
-        if not self._has_warned_of_changes:
-            self._warn_of_changes()
-        alone = self.compression.engine.size == 1
-        for p in self._trained():
-            if id(p) not in self._watched:
-                self._take_charge([p])  # unfrozen after the optimizer was made
-            if self._watched[id(p)].is_started or (alone and p.grad is None):
-                continue
-            together = self._together(p)
-            if alone:
-                together = tuple(q for q in together if q.grad is not None)
-            for q in together:
-                if id(q) not in self._watched:
-                    self._take_charge([q])
-                self._watched[id(q)].is_started = True
-            self.compression.exchange_gradients(together)
-        self.compression.finish()
-        self.reset_hooks()
-        self._synchronized = True
-        self.check_parameters()  # after the exchange, in which ranks learn if only one differs
+        with self._lock:
+            self._check_in_charge()
+            if self._holds_averages():
+                return  # they must not be averaged again
+            if not self._has_warned_of_changes:
+                self._warn_of_changes()
+            alone = self.compression.reducer.engine.size == 1
+            for p in self._trained():
+                if id(p) not in self._watched:
+                    self._take_charge([p])  # unfrozen after the optimizer was made
+                if self._watched[id(p)].is_started or (alone and p.grad is None):
+                    continue
+                together = self._together(p)
+                if alone:
+                    together = tuple(q for q in together if q.grad is not None)
+                for q in together:
+                    if id(q) not in self._watched:
+                        self._take_charge([q])
+                    self._watched[id(q)].is_started = True
+                self.compression.exchange_gradients(together)
+            self.compression.finish()
+            self.reset_hooks()
+            self._synchronized = True
+            self.check_parameters()  # after the exchange, in which ranks learn if only one differs
 
     def _warn_of_changes(self) -> None:
-        found = changed_since(self._watched.values())
+        found = [each.parameter for each in self._watched.values() if each.has_changed()]
         if not found:
             return
         self._has_warned_of_changes = True
@@ -251,7 +230,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             "`optimizer.synchronize()` first, change them, then `with "
             "optimizer.skip_synchronize(): optimizer.step()`",
             UserWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
 
     @contextlib.contextmanager
@@ -270,7 +249,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         # Inside the user's step() the gradients would be used before they are averaged.
         loss = loss_of(closure)
         if self._should_synchronize:
-            if self._holds_averages() and not scaler_steps():
+            if self._holds_averages() and not self.scaler_steps:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() after "
                     "optimizer.synchronize(): gradients are averaged once here, and twice by "
@@ -288,12 +267,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # the user's step() calls torch's step hooks
 
-    @_locked
     def discard(self) -> None:
         """Drop the gradients of this step; see :meth:`Binding.discard`."""
-        if not self._synchronized:
-            self.synchronize()
-        self.zero_grad()
+        with self._lock:
+            if not self._synchronized:
+                self.synchronize()
+            self.zero_grad()
 
     def end_step(self) -> None:
         """Expect new gradients: those of this step are used up, or a scaler has left it out; what
@@ -404,8 +383,8 @@ def _is_ready(reference: weakref.ref[CompressedOptimizer], place: int, _: Any) -
 def retire_others(parameters: Iterable[Parameter], heir: torch.optim.Optimizer) -> None:
     """Let all optimizers but ``heir`` that exchange the gradient of one of the parameters end, or
     raise ``ConfigError`` if gradients are under way."""
-    parameters = list(parameters)
-    others = [o for o in bound_optimizers if o is not heir and o._watches(parameters)]
+    places = set(map(id, parameters))
+    others = [o for o in bound_optimizers if o is not heir and places & o._watched.keys()]
     for other in others:
         other.check_at_rest("making another DistributedOptimizer of the same parameters")
     for other in others:

@@ -5,6 +5,12 @@ public functions that take an optimizer are wrapped when this package is importe
 this package's compressors are passed on unchanged, after ranks have compared HVD_COMPRESSION. No
 file of Horovod is changed, and nothing private of it is used under PyTorch; docs/design.md has the
 list for TensorFlow.
+
+``torch.amp.GradScaler`` is wrapped as well: ``scale`` notes the scale of the backward pass that
+will follow (:mod:`hvd_compress.torch.amp`); ``unscale_`` finishes the exchanges in flight, so that
+``scaler.step(optimizer)`` works without an explicit ``optimizer.synchronize()``; and after
+``step``, taken or skipped, the step is over.  For an optimizer with local steps a step that is
+skipped counts as well, so that the rank meets the others in time.
 """
 
 from __future__ import annotations
@@ -12,15 +18,17 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+
 from hvd_compress.engines.base import Engine
 from hvd_compress.integrations.horovod import checked_join, take_stateless
 
+from ..amp import watch_scale
 from ..engine import HorovodEngine
 from ..state import checkpoint
 from ..systems.optimizer import LocalStepsOptimizer, broadcast_training_state
 from .compressed_optimizer import CompressedOptimizer, bound_optimizers
 from .distributed_optimizer import wrap_factory
-from .grad_scaler import watch_grad_scaler
 
 
 def register(hvd: Any) -> None:
@@ -60,3 +68,41 @@ def register(hvd: Any) -> None:
     handlers = [(CompressedOptimizer, handler), (LocalStepsOptimizer, local_handler)]
     state.set_handler_registry([*handlers, *state.get_handler_registry()])
     watch_grad_scaler()
+
+
+def watch_grad_scaler() -> None:
+    """Wrap the methods of ``torch.amp.GradScaler``, once."""
+    watch_scale()
+    cls: Any = torch.amp.GradScaler
+    if hasattr(cls.step, "_hvd_compress"):
+        return
+    unscale_, step = cls.unscale_, cls.step
+
+    @functools.wraps(unscale_)
+    def watched_unscale_(self: Any, optimizer: Any) -> None:
+        if isinstance(optimizer, CompressedOptimizer) and self.is_enabled():
+            optimizer.compression.expect_scale(self.get_scale())
+            optimizer.synchronize()
+            optimizer.compression.confirm_scale(self.get_scale())
+        unscale_(self, optimizer)
+
+    @functools.wraps(step)
+    def watched_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(optimizer, LocalStepsOptimizer):
+            steps = optimizer.training.step
+            result = step(self, optimizer, *args, **kwargs)
+            if optimizer.training.step == steps:
+                optimizer.skip_step()
+            return result
+        if not isinstance(optimizer, CompressedOptimizer):
+            return step(self, optimizer, *args, **kwargs)
+        optimizer.scaler_steps = True
+        try:
+            result = step(self, optimizer, *args, **kwargs)
+        finally:
+            optimizer.scaler_steps = False
+        optimizer.end_step()
+        return result
+
+    watched_step._hvd_compress = True  # type: ignore[attr-defined]
+    cls.unscale_, cls.step = watched_unscale_, watched_step

@@ -31,7 +31,7 @@ from hvd_compress.mpi.transport.arrays import flatten
 from hvd_compress.mpi.transport.progress import Work
 
 from ..eager import eager
-from ..plain import kind_without_bytes
+from ..parameters import kind_without_bytes
 
 _Step = Callable[[torch.Tensor], torch.Tensor]
 

@@ -19,7 +19,7 @@ from hvd_compress.systems.rounds.factories import distribute_by_method
 
 from ..distributed.compressed_optimizer import CompressedOptimizer
 from ..distributed.distributed_optimizer import distribute
-from ..distributed.grad_scaler import watch_grad_scaler
+from ..distributed.registration import watch_grad_scaler
 from ..state import checkpoint
 from ..systems.averaging import entries_of
 from ..systems.names import systems_over

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from hvd_compress import optimizers
+from hvd_compress.base import Context
+from hvd_compress.engines.joining import Member
 from hvd_compress.errors import ConfigError
+from hvd_compress.stats import Record
 
 from ..state.optimizer_host import PartnerOptimizer, keep, now_of
 
@@ -106,14 +109,24 @@ class ZeroOneAdam(PartnerOptimizer):
 
     def _in_one_bit(self, states: dict[Any, Any]) -> dict[Any, torch.Tensor]:
         binding, prefix = self.binding, "sync."
-        waiting = {}
+        reducer, method, members = binding.reducer, binding.method, {}
         for p, state in states.items():
             own = {key.removeprefix(prefix): x for key, x in state.items() if key[:5] == prefix}
-            waiting[p] = own or binding.method.init(state["buffer"])
-        outcomes = binding.average_buffers({p: s["buffer"] for p, s in states.items()}, waiting)
-        for p, outcome in outcomes.items():
+            name, buffer = self._parameter_names[p], state["buffer"]
+            engine = reducer.engine
+            context = Context(f"buffer.{name}", engine.rank, engine.size, reducer.step)
+            chain = method.chain(buffer, context)
+            exchange = chain.exchange(buffer, own or method.init(buffer), context)
+            record = reducer.records.setdefault(name, Record())  # sent and counted like gradients
+            members[p] = Member(context.name, exchange, record, buffer.nbytes)
+        like = next((state["buffer"] for state in states.values()), None)
+        outcomes = reducer.run(list(members.values()), like)
+        means = {}
+        for p, member in members.items():
+            outcome = outcomes[member.name]
             states[p].update({prefix + key: x for key, x in outcome.state.items()})
-        return {p: outcome.mean for p, outcome in outcomes.items()}
+            means[p] = outcome.mean
+        return means
 
     def _in_full(self, states: dict[Any, Any]) -> dict[Any, torch.Tensor]:
         # What owners of shards keep is in units of a sum, and its mean is its share of ours.

@@ -17,23 +17,41 @@ is exact; if another rank loads it, that rank's residuals are lost, and it warns
 from __future__ import annotations
 
 import copy
+import math
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from hvd_compress.base import Compressor, State
+from hvd_compress.config import is_number, is_whole
 from hvd_compress.engines.named import ProcessSetEngine
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.methods.rows import rows_state
+from hvd_compress.optimizers import Formula
 from hvd_compress.reduce.choice import Choice
-from hvd_compress.reduce.state_file import header_of, refused, restored, unconsolidated
+from hvd_compress.reduce.state_file import (
+    StateHeader,
+    check_array,
+    entry,
+    header_of,
+    read_header,
+    refused,
+    restored,
+    unconsolidated,
+)
 
 from .. import backend
-from ..parameters import gradient_dtype
-from ..plain import kind_without_bytes
-from .checked_state import KEY, Entries, checked_entries, checked_header
+from ..parameters import gradient_dtype, kind_without_bytes
+from .optimizer_host import FormulaOptimizer
 from .store import PREFIX, per_rank_of
+
+#: under which a state dict says what it is
+KEY = "hvd_compress"
+#: entries that SGD and Adam's family have for each parameter, as large as it
+BUFFERS = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
 
 def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
@@ -64,7 +82,7 @@ def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
     for index, p in enumerate(parameters):
         ours = binding.store.state_of(p) | ({} if own else binding.consolidated.get(p, {}))
         entries = {PREFIX + key: x for key, x in ours.items()}
-        if binding.takes_optimizer_momentum and "velocity" in ours:
+        if binding.store.momentum_side.is_taken and "velocity" in ours:
             # For a plain SGD that takes over; load_state_dict() prefers the velocity.
             factor = binding.velocity_factor(p)
             if factor:
@@ -125,8 +143,8 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
     self.check_parameters()
     self.check_at_rest("optimizer.load_state_dict()")
     binding, parameters = self.compression, _parameters(self)
-    saved, sparse = checked_header(state_dict, len(parameters))
-    plain, ours = checked_entries(self, state_dict)
+    saved, sparse = _checked_header(state_dict, len(parameters))
+    plain, ours = _checked_entries(self, state_dict)
     factor = 1.0 if exact or saved is None else saved.share(binding.engine)
     reducer = binding.reducer
     choice = None if reducer.choice is None else Choice.read(saved and saved.choice)
@@ -160,7 +178,7 @@ def _loaded_state(
     optimizer: Any,
     whole: Compressor,
     p: torch.nn.Parameter,
-    entries: Entries,
+    entries: _Entries,
     is_sparse: bool,
     factor: float,
 ) -> State:
@@ -195,10 +213,126 @@ def _placed(x: Any, like: torch.Tensor) -> torch.Tensor:
     return x.detach().to(like.device, like.dtype, copy=True).reshape(like.shape)
 
 
+class _Entries(NamedTuple):
+    """This package's for one parameter, and whether a momentum buffer stands beside them."""
+
+    values: dict[str, Any]
+    have_buffer: bool
+
+
+def _checked_header(state_dict: Any, parameters: int) -> tuple[StateHeader | None, set[int]]:
+    """Return what :func:`state_dict` says of itself, ``None`` for the state dict of a plain
+    optimizer, and the places of parameters whose gradients are rows."""
+    saved = state_dict.get(KEY) if isinstance(state_dict, Mapping) else None
+    if saved is None:
+        return None, set()
+    header, sparse = read_header(saved), entry(saved, "sparse", (list, tuple))
+    if not all(map(is_whole, sparse)) or not set(sparse) <= set(range(parameters)):
+        raise refused(f"'sparse' is {sparse!r} where places of {parameters} parameters belong")
+    return header, set(sparse)
+
+
+def _checked_entries(optimizer: Any, state_dict: Any) -> tuple[dict[str, Any], dict[int, _Entries]]:
+    """Return a state dict for the user's optimizer, and this package's entries by the place of
+    their parameter."""
+    groups = entry(state_dict, "param_groups", (list, tuple))
+    if len(groups) != len(optimizer.param_groups):
+        raise refused(
+            f"it has {len(groups)} parameter groups where {len(optimizer.param_groups)} are here"
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    places: list[Any] = []
+    for there, here in zip(groups, optimizer.param_groups, strict=True):
+        indices = entry(there, "params", (list, tuple), of="a parameter group")
+        if len(indices) != len(here["params"]) or not all(map(is_whole, indices)):
+            raise refused(f"a group has the parameters {indices!r}, of {len(here['params'])}")
+        places += indices
+        for option in optimizer.defaults.keys() & here.keys():
+            _check_option(there, option, here[option])
+    plain: dict[str, Any] = {**state_dict, "param_groups": list(groups), "state": {}}
+    plain.pop(KEY, None)
+    ours: dict[int, _Entries] = {}
+    everything = entry(state_dict, "state", Mapping)
+    for index in everything:
+        entries = entry(everything, index, Mapping)
+        if index not in places:
+            raise refused(f"'state' has an entry for {index!r}, which no group has")
+        names = [key for key in entries if isinstance(key, str) and key.startswith(PREFIX)]
+        place = places.index(index)
+        values = {key.removeprefix(PREFIX): entries[key] for key in names}
+        ours[place] = _Entries(values, "momentum_buffer" in entries)
+        _check_buffers(optimizer, parameters[place], entries)
+        taken = {*names, "momentum_buffer"} if PREFIX + "velocity" in names else {*names}
+        if not optimizer.compression.store.momentum_side.is_taken:
+            taken.discard("momentum_buffer")  # the optimizer's own momentum goes on
+        if rest := {key: value for key, value in entries.items() if key not in taken}:
+            if missing := _needed(optimizer) - rest.keys():
+                raise refused(f"the state of parameter {index} has no {missing.pop()!r}")
+            plain["state"][index] = rest
+    return plain, ours
+
+
+def _needed(optimizer: Any) -> set[str]:
+    """Return the entries of which an optimizer steps with all, or before its first step with
+    none."""
+    if isinstance(optimizer, FormulaOptimizer):
+        formula = optimizer.formula
+        # Numbers begin where they are missing.
+        arrays = (slot for slot in formula.slots if slot.kind == "array" and slot.since is None)
+        return {*formula.counts, *(slot.name for slot in arrays)}
+    return {"exp_avg", "exp_avg_sq", "step"} if isinstance(optimizer, _ADAMS) else set()
+
+
+def _check_option(group: Any, option: str, here: Any) -> None:
+    """Raise ``ConfigError`` unless a saved parameter group has an option of the kind that it has
+    here."""
+    is_flag = isinstance(here, bool | None)
+    if is_flag and option not in group:  # younger than the file
+        return
+    there = entry(group, option, object, of="a parameter group")
+    if is_flag and not isinstance(there, bool | None):
+        raise refused(f"{option!r} is {there!r} where {here!r} is here")
+    if is_flag:
+        return
+    pairs = [(there, here)]
+    if isinstance(here, tuple | list):
+        if not isinstance(there, tuple | list) or len(there) != len(here):
+            raise refused(f"{option!r} is {there!r} where {here!r} is here")
+        pairs = list(zip(there, here, strict=True))
+    for value, own in pairs:
+        if isinstance(own, int | float | torch.Tensor) and not _is_number(value):
+            raise refused(f"{option!r} is {there!r} where {here!r} is here")
+
+
+def _check_buffers(optimizer: Any, p: torch.Tensor, entries: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` unless the saved buffers of SGD, of Adam's family and of this package's
+    optimizers are as large as the parameter."""
+    slots = getattr(optimizer, "formula", Formula).slots
+    own = {slot.name for slot in slots if slot.kind == "array"}
+    for key in BUFFERS | own:
+        if (x := entries.get(key)) is None:
+            continue
+        if not isinstance(x, torch.Tensor) or x.shape != p.shape:
+            found = list(x.shape) if isinstance(x, torch.Tensor) else repr(x)
+            raise refused(f"{key!r} has the shape {found} where {list(p.shape)} was expected")
+        check_array(f"{key!r}", x)
+    for key in {"step", "variance_step"} & entries.keys():
+        if not _is_number(entries[key]) or entries[key] < 0:
+            raise refused(f"{key!r} is {entries[key]!r} where a number from 0 was expected")
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether ``value`` is a finite number, or a tensor of one."""
+    if isinstance(value, torch.Tensor):
+        has_one = value.numel() == 1 and value.layout is torch.strided and not value.is_meta
+        return has_one and bool(value.isfinite())
+    return is_number(value) and math.isfinite(value)
+
+
 def adopt_momentum_buffers(optimizer: Any) -> None:
     """Take the momentum buffers of a plain SGD over as velocities of the compressor."""
     binding = optimizer.compression
-    if not binding.takes_optimizer_momentum:
+    if not binding.store.momentum_side.is_taken:
         return
     for p in _parameters(optimizer):
         buffer = optimizer.state.get(p, {}).pop("momentum_buffer", None)

@@ -79,11 +79,12 @@ class Momentum:
         if not self.is_taken:
             return [0.0] * len(parameters)
         self._look_again()
-        of_group = {id(group): self.of_group(group)[0] for group in self._read}
-        groups = [id(self._groups[id(p)]) for p in parameters]
-        if {*groups} - of_group.keys():  # one was taken out
-            return [self.of(p)[0] for p in parameters]
-        return [of_group[group] for group in groups]
+        groups = [self._groups[id(p)] for p in parameters]
+        of_group = {
+            place: self.of_group(group)[0]
+            for place, group in {id(group): group for group in groups}.items()
+        }
+        return [of_group[id(group)] for group in groups]
 
     def _look_again(self) -> None:
         groups = self._optimizer.param_groups

@@ -7,26 +7,28 @@ import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from hvd_compress.agreement import Terms, listed
+from hvd_compress.agreement import OPTIMIZER, SAMPLED_EVERY, Terms, listed, sampled_weights
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
-from hvd_compress.errors import ConfigError
-from hvd_compress.methods.rows import as_rows, keeps_residual, rows_state
+from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.methods.rows import Rows, as_rows, keeps_residual, rows_state
+from hvd_compress.methods.rows import exchange_rows as exchange
 from hvd_compress.reduce import Store
 from hvd_compress.reduce.store import Looks, check_state
 from hvd_compress.transforms import momentum_after_averaging
 
 from .. import backend
 from ..parameters import changed_by_hand
-from .common_values import numbers_of, sample_of
 from .momentum import Momentum
-from .rows import exchange_rows
 
 #: prefix of this package's entries in ``optimizer.state[p]``
 PREFIX = "compression."
-
-
+#: options of optimizers that say how a step is computed, not what it is
+_WAYS = {"foreach", "fused", "capturable", "differentiable"}
+#: how many tensors, and elements of each, ranks compare after some steps
+_TENSORS, _ELEMENTS = 8, 2
 _NO_STATE: dict[str, Any] = {}
 
 
@@ -281,6 +283,7 @@ class ParameterStore(Store):
 
     def terms(self, own: Terms) -> Terms:
         optimizer, groups = self.optimizer, self.optimizer.param_groups
+        change = changed_by_hand(groups, optimizer.known_parameters)
         # Else momentum is the optimizer's own affair, and may be about to be broadcast.
         taken = groups if self.method.takes_momentum else ()
         momenta = [(group.get("momentum"), group.get("nesterov")) for group in taken]
@@ -290,23 +293,42 @@ class ParameterStore(Store):
             "backward_passes_per_step": str(optimizer.backward_passes_per_step),
             "momentum, nesterov": str(momenta),
             "parameters": self._listed,
-            **({} if (change := self._change()) is None else {"param_groups": change}),
+            **({} if change is None else {"param_groups": change}),
         }
 
     def numbers(self) -> Terms:
-        return {**numbers_of(self.optimizer), **self._sample}
+        """Return the options of each parameter group that decide about steps, as text: learning
+        rate, weight decay, momentum, betas and others; and a sample of the weights."""
+        optimizer = self.optimizer
+        keys = sorted(optimizer.defaults.keys() - _WAYS)
+        texts = [{key: _text(group.get(key)) for key in keys} for group in optimizer.param_groups]
+        options = [", ".join(f"{key}={x}" for key, x in own.items() if x) for own in texts]
+        return {OPTIMIZER: options, **self._sample}
 
     def sample_weights(self, step: int) -> None:
-        """Look at the weights after a step, for the comparison in the next one: in between, during
-        backward, they may be each rank's own, as with SAM."""
+        """Look at some elements of some weights after a step, others each time, for the comparison
+        in the next one: in between, during backward, they may be each rank's own, as with SAM."""
         optimizer = self.optimizer
         if getattr(optimizer, "steps_apart", False):  # 0/1 Adam's ranks, between two meetings
             return
-        names = optimizer._parameter_names
-        self._sample = sample_of(((names[p], p) for p in optimizer.known_parameters), step)
-
-    def _change(self) -> str | None:
-        return changed_by_hand(self.optimizer.param_groups, self.optimizer.known_parameters)
+        self._sample = {}
+        if step % SAMPLED_EVERY != 1:
+            return
+        trained = [p for p in optimizer.known_parameters if p.requires_grad and p.numel()]
+        first, places, elements = step // SAMPLED_EVERY * _TENSORS, [], []
+        for i in range(min(_TENSORS, len(trained))):
+            p = trained[(first + i) % len(trained)].detach()
+            name = optimizer._parameter_names[trained[(first + i) % len(trained)]]
+            for place in (j * (p.numel() - 1) for j in range(_ELEMENTS)):
+                x = p[tuple(map(int, np.unravel_index(place, p.shape)))]
+                places.append((name, place))
+                elements.append((x.abs() if x.is_complex() else x).double())
+        if elements:
+            device = elements[0].device
+            values = torch.stack([x.to(device) for x in elements]).tolist()
+            self._sample = sampled_weights(
+                (name, place, x) for (name, place), x in zip(places, values, strict=True)
+            )
 
     @property
     def _listed(self) -> list[str]:
@@ -324,3 +346,64 @@ class ParameterStore(Store):
 
     def for_messages(self, like: Any) -> torch.Tensor:
         return torch.empty(0)  # in host memory, where nothing has to wait
+
+
+def _text(value: Any) -> str:
+    """Return an option with floats in 9 digits; nothing of tensors in a GPU's memory, for which the
+    host would have to wait."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 and value.device.type == "cpu" else ...
+    if isinstance(value, float):
+        return f"{value:.9g}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    return str(value) if value is None or isinstance(value, bool | int | str) else ""
+
+
+def exchange_rows(
+    gradient: torch.Tensor, context: Context, rows: Rows, residual: torch.Tensor | None = None
+) -> Exchange:
+    """Average a sparse COO tensor, the gradient of ``Embedding(sparse=True)``; the outcome's
+    ``mean`` is sparse and coalesced.
+
+    Duplicate rows are merged before they are sent, and frames hold raw bytes, so any dtype is
+    possible where nothing has to wait.  A rank without a gradient sends no rows.
+
+    Args:
+        gradient: sparse in its first dimension, dense in the others.
+        rows: what is sent.
+        residual: of the whole matrix, flat, if ``rows.keeps_residual``; it is changed in place.
+    """
+    merged = gradient.coalesce()
+    if merged.sparse_dim() != 1:
+        raise PayloadError(
+            f"sparse gradients must be rows of a matrix (sparse_dim 1), got {merged.sparse_dim()};"
+            " pass sparse_as_dense=True to hvd.DistributedOptimizer"
+        )
+    n, width = gradient.shape[0], gradient.shape[1:].numel()
+    indices = merged.indices()[0]
+    values = merged.values().reshape(indices.numel(), width)
+    table = None if residual is None else residual.view(n, width)
+
+    def merge(places: torch.Tensor, each: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = torch.sparse_coo_tensor(
+            places[None], each, (n, width), check_invariants=False
+        ).coalesce()
+        return total.indices()[0], total.values()
+
+    waiting = None if table is None else table[indices]
+    found = yield from exchange(
+        rows, indices, values, waiting=waiting, n=n, context=context, merge=merge
+    )
+    state = {}
+    if residual is not None and table is not None and found.left is not None:
+        table[indices] = found.left
+        state = {"residual": residual}
+    mean = torch.sparse_coo_tensor(
+        found.indices[None],
+        found.values.reshape(-1, *gradient.shape[1:]) if width else found.values,
+        gradient.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
+    return Outcome(mean, found.sent, state)

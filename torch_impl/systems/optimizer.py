@@ -25,12 +25,12 @@ from ..parameters import (
     check_optimizer,
     check_param_group,
     check_trained,
+    local,
     names_of_parameters,
     not_told,
 )
-from ..replicas import check_shards, local
-from ..state.checked_state import BUFFERS
-from ..state.checkpoint import broadcast_tree
+from ..replicas import check_shards
+from ..state.checkpoint import BUFFERS, broadcast_tree
 from ..state.optimizer_host import check_closure, loss_of
 
 if TYPE_CHECKING:
