@@ -16,7 +16,7 @@ from typing import Any
 from hvd_compress.errors import SetupError
 
 from .amp import refuse_scale
-from .ddp.hook import DDPState, ddp_hook
+from .ddp.hook import STATE_OPTIONS, DDPState, ddp_hook
 
 try:
     from lightning.pytorch.strategies import DDPStrategy
@@ -57,26 +57,9 @@ class CompressedGradients:
     'mine'
     """
 
-    def __init__(
-        self,
-        compression: Any,
-        *,
-        momentum: float | None = None,
-        nesterov: bool = False,
-        seed: int = 0,
-        residuals: str = "mean",
-        nodes: Any = None,
-        **options: Any,
-    ) -> None:
-        self._make = functools.partial(
-            DDPState,
-            compression,
-            momentum=momentum,
-            nesterov=nesterov,
-            seed=seed,
-            residuals=residuals,
-            nodes=nodes,
-        )
+    def __init__(self, compression: Any, **options: Any) -> None:
+        ours = {name: options.pop(name) for name in STATE_OPTIONS & options.keys()}
+        self._make: Any = functools.partial(DDPState, compression, **ours)
         #: statistics and state; ``None`` until the model is distributed
         self.compression: DDPState | None = None
         self._of: Any = None
@@ -88,11 +71,8 @@ class CompressedGradients:
         if self.compression is None or self._of is not model.module:  # not yet in another fit
             self.compression, self._of = self._make(model), model.module
         scaler = getattr(self.precision_plugin, "scaler", None)  # type: ignore[attr-defined]
-        refuse_scale(
-            self.compression.reducer.method,
-            scaler is not None,
-            'precision="bf16-mixed"',
-        )
+        method = self.compression.reducer.method
+        refuse_scale(method, scaler is not None, 'precision="bf16-mixed"')
         model.register_comm_hook(self.compression, ddp_hook)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -98,8 +98,32 @@ def names_of_parameters(
         ConfigError: a name is given twice, or a parameter of the optimizer has none.
         UnsupportedError: a parameter that is trained is no plain tensor.
     """
-    names = _names(param_groups, named_parameters)
-    check_trained(((names[p], p) for group in param_groups for p in group["params"]), sharded)
+    everyone = [p for group in param_groups for p in group["params"]]
+    if named_parameters is None:
+        names = {
+            p: f"allreduce.noname.{i}.{j}"
+            for i, group in enumerate(param_groups)
+            for j, p in enumerate(group["params"])
+        }
+    else:
+        named = list(named_parameters) if isinstance(named_parameters, Iterable) else [None]
+        if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in named):
+            raise ConfigError(
+                "named_parameters must be a sequence of tuples (name, parameter): pass "
+                "model.named_parameters()"
+            )
+        counted = Counter(name for name, _ in named)
+        if twice := [name for name, count in counted.items() if count > 1]:
+            raise ConfigError(
+                f"the names in named_parameters must be unique; more than once: {', '.join(twice)}"
+            )
+        names = {p: name for name, p in sorted(named, key=lambda pair: pair[0])}
+        if unnamed := sum(p not in names for p in everyone):
+            raise ConfigError(
+                f"named_parameters lacks {unnamed} of the optimizer's parameters: name them all, "
+                "or leave it out to name them by their place"
+            )
+    check_trained(((names[p], p) for p in everyone), sharded)
     return names
 
 
@@ -121,36 +145,6 @@ def gradient_dtype(p: Parameter, name: str) -> torch.dtype:
             "name one, p.grad_dtype = p.dtype"
         )
     return dtype
-
-
-def _names(
-    param_groups: Sequence[dict[str, Any]],
-    named_parameters: Iterable[tuple[str, Parameter]] | None,
-) -> dict[Parameter, str]:
-    if named_parameters is None:
-        return {
-            p: f"allreduce.noname.{i}.{j}"
-            for i, group in enumerate(param_groups)
-            for j, p in enumerate(group["params"])
-        }
-    named = list(named_parameters) if isinstance(named_parameters, Iterable) else [None]
-    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in named):
-        raise ConfigError(
-            "named_parameters must be a sequence of tuples (name, parameter): pass "
-            "model.named_parameters()"
-        )
-    if twice := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
-        raise ConfigError(
-            f"the names in named_parameters must be unique; more than once: {', '.join(twice)}"
-        )
-    names = {p: name for name, p in sorted(named, key=lambda pair: pair[0])}
-    unnamed = sum(p not in names for group in param_groups for p in group["params"])
-    if unnamed:
-        raise ConfigError(
-            f"named_parameters lacks {unnamed} of the optimizer's parameters: name them all, or "
-            "leave it out to name them by their place"
-        )
-    return names
 
 
 def changed_by_hand(

@@ -18,7 +18,7 @@ import torch
 from hvd_compress.errors import SetupError
 
 from .amp import refuse_scale
-from .ddp.hook import DDPState, ddp_hook
+from .ddp.hook import STATE_OPTIONS, DDPState, ddp_hook
 
 try:
     import transformers
@@ -64,31 +64,14 @@ class CompressedGradients:
     None
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        compression: Any,
-        momentum: float | None = None,
-        nesterov: bool = False,
-        seed: int = 0,
-        residuals: str = "mean",
-        nodes: Any = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *arguments: Any, compression: Any, **options: Any) -> None:
         if missing := [name for name in _PLACES if not hasattr(Trainer, name)]:
             raise SetupError(
                 f"Transformers {transformers.__version__} has no Trainer.{missing[0]}, where the "
                 "state is saved: pip install 'hvd_compress[transformers]'"
             )
-        self._make = functools.partial(
-            DDPState,
-            compression,
-            momentum=momentum,
-            nesterov=nesterov,
-            seed=seed,
-            residuals=residuals,
-            nodes=nodes,
-        )
+        ours = {name: options.pop(name) for name in STATE_OPTIONS & options.keys()}
+        self._make: Any = functools.partial(DDPState, compression, **ours)
         #: statistics and state; ``None`` until the model is distributed
         self.compression: DDPState | None = None
         super().__init__(*arguments, **options)

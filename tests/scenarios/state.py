@@ -317,7 +317,7 @@ def means_do_not_outlive_what_they_are_of() -> None:
     handler = hvd.elastic.state._get_handler(optimizer)
     assert torch.equal(handler._saved["state"][0]["compression.residual"], own)
     optimizer.load_state_dict(box[0])
-    assert not optimizer.compression.is_consolidated
+    assert optimizer.compression.consolidated is None
     assert torch.equal(optimizer.compression.store.state_of(model[0].weight)["residual"], own)
 
 

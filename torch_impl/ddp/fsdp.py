@@ -38,9 +38,9 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import as_fixed
 from hvd_compress.reduce import Reducer
 from hvd_compress.reduce.state_file import entry, refused
-from hvd_compress.stats import Stats
 
-from ..amp import NO_SCALE, refuse_scale, running_scale, watch_scale
+from ..amp import NO_SCALE, refuse_scale, running_scale
+from ..controls import Controls
 from ..parameters import is_sharded, local
 from ..replicas import HOW, agree, check_apart, group_of
 from ..state.rank_states import placed
@@ -192,14 +192,14 @@ class ShardedModule:
         self._before.clear()
 
 
-class ReplicaExchange:
+class ReplicaExchange(Controls):
     """The result of :func:`compress_replicas`: the exchange between the replicas of a model.
 
     A backward pass starts it module by module, as FSDP2 has reduced their gradients inside the
     shard group, and waits for all at its end.
 
-    Attributes:
-        reducer: has the method, and the states of this rank's shards by name of the parameter.
+    States are those of this rank's shards, and statistics count what it exchanges with other
+    replicas.
     """
 
     def __init__(
@@ -264,37 +264,6 @@ class ReplicaExchange:
         self.reducer.abandon()
         for module in self._modules:
             module.forget()
-
-    def keep_undo(self) -> None:
-        """Keep what waits as it was before each backward pass, from now on, for :meth:`discard`: as
-        much memory as the states once more, and the time to copy them.  To be called on all ranks.
-        """
-        self.reducer.keep_undo()
-
-    def discard(self) -> None:
-        """Take back what the last backward pass has exchanged, on all ranks, since no step will use
-        it: residuals, velocities and the number of the step are those of before.  Gradients are the
-        caller's.
-
-        Raises:
-            ConfigError: :meth:`keep_undo` was not called, or there is nothing to take back.
-        """
-        self.reducer.discard()
-
-    # -- statistics --------------------------------------------------------------------------
-
-    def stats(self) -> Stats:
-        """Return the exact bytes that this rank has exchanged with other replicas, and the norms of
-        the residuals, by parameter and in total."""
-        return self.reducer.stats()
-
-    def reset_stats(self) -> None:
-        """Begin at zero with all that :meth:`stats` counts."""
-        self.reducer.reset_stats()
-
-    def set_epoch(self, epoch: float) -> None:
-        """Announce an epoch, for schedules by epoch."""
-        self.reducer.set_epoch(epoch)
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -491,6 +460,3 @@ def _groups_of(module: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_group"):  # up to PyTorch 2.11, which knows one mesh only
         return [group for group in (state._fsdp_param_group,) if group is not None]
     raise UnsupportedError(_OTHER_TORCH)
-
-
-watch_scale()

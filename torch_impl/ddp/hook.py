@@ -32,12 +32,15 @@ from hvd_compress.reduce.state_file import entry, refused
 from hvd_compress.stats import Stats
 
 from ..amp import NO_SCALE, current_pass, refuse_scale, running_scale, watch_scale
+from ..controls import Controls
 from ..eager import run_eagerly
 from ..state.rank_states import gathered, of_all_shards, of_shard, own, own_shard, placed
-from .buckets import check_bucket, cut
+from .buckets import UsedParameters, check_bucket, cut, may_leave_out
 from .nodes import BucketShard, Nodes, ShardStore, check_nodes, nodes_of
 from .process_groups import ProcessGroupEngine, ReplicaEngine
-from .used import UsedParameters, may_leave_out
+
+#: of a :class:`DDPState`, which trainers take among their own
+STATE_OPTIONS = frozenset({"momentum", "nesterov", "seed", "residuals", "nodes"})
 
 
 class _HookBucket:
@@ -83,7 +86,7 @@ class _Use:
             )
 
 
-class DDPState:
+class DDPState(Controls):
     """The state of :func:`ddp_hook`; each model needs its own.
 
     It may be made before the model and the process group, as Lightning does; then the first
@@ -179,7 +182,7 @@ class DDPState:
             in_place=True,  # the gradients are views into DDP's own buffers
             finds_unused=may_leave_out(model),
         )
-        self._used, self._keeps_undo = UsedParameters(), False
+        self._used = UsedParameters()
         #: of a world of one until there is a process group: it knows the epoch
         self.reducer = self._make(LocalEngine())
         self._loaded: dict[str, Any] | None = None
@@ -218,7 +221,7 @@ class DDPState:
             )
             old.method.bind(self.reducer)
         self.reducer.epoch = old.epoch
-        if self._keeps_undo:
+        if old.keeps_undo:
             self.reducer.keep_undo()
         self._is_bound = True
         if self._loaded is not None:
@@ -226,42 +229,8 @@ class DDPState:
             self._loaded = None
 
     def stats(self) -> Stats:
-        """Return the exact bytes so far and the residuals' norm, by parameter and in total."""
         self._use.look()
-        return self.reducer.stats()
-
-    def reset_stats(self) -> None:
-        """Begin at zero with all that :meth:`stats` counts."""
-        self.reducer.reset_stats()
-
-    def set_epoch(self, epoch: float) -> None:
-        """Announce an epoch, for schedules by epoch."""
-        self.reducer.set_epoch(epoch)
-
-    def keep_undo(self) -> None:
-        """Keep what waits as it was before each backward pass, from now on, for :meth:`discard`: as
-        much memory as the states once more, and the time to copy them.  To be called on all ranks.
-        """
-        self.reducer.keep_undo()
-        self._keeps_undo = True
-
-    def discard(self) -> None:
-        """Take back what the last backward pass has exchanged, on all ranks, since no step will use
-        it::
-
-            state.keep_undo()  # once, before training
-            ...
-            if norm > limit:  # the same on all ranks: the gradients are averages
-                state.discard()
-                optimizer.zero_grad()
-
-        Residuals, velocities and the number of the step are those of before; gradients are the
-        caller's.
-
-        Raises:
-            ConfigError: :meth:`keep_undo` was not called, or there is nothing to take back.
-        """
-        self.reducer.discard()
+        return super().stats()
 
     def state_dict(self, *, consolidate: bool = True) -> dict[str, Any]:
         """Return the state for ``torch.save``.  This is a collective unless ``consolidate`` is

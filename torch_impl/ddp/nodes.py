@@ -63,13 +63,6 @@ class Nodes:
             dist.all_reduce(used, dist.ReduceOp.MAX, group=self.inside)
         return {name for name, any_ in zip(names, used.tolist(), strict=True) if not any_}
 
-    def all_rows(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the node's ranks, of shape (ranks, elements)."""
-        rows = own.new_empty(self.ranks, own.numel())
-        with naming_lost_ranks(self.inside):
-            all_gather(rows.view(-1), own, group=self.inside)
-        return rows
-
 
 class _Cut(NamedTuple):
     """How a tensor lies in the rows of a node's ranks.
@@ -138,7 +131,10 @@ class BucketShard:
 
     def spread(self) -> None:
         """Give the ranks of this node each other's parts, and write all into the gradients."""
-        gradients, places = self._pieces(self._nodes.all_rows(self._own))
+        rows = self._own.new_empty(self._nodes.ranks, self._own.numel())
+        with naming_lost_ranks(self._nodes.inside):
+            all_gather(rows.view(-1), self._own, group=self._nodes.inside)
+        gradients, places = self._pieces(rows)
         if places:
             torch._foreach_copy_(gradients, places)
         for view, flat in zip(self._views, self._flats, strict=True):
@@ -251,14 +247,10 @@ def nodes_of(nodes: Any, group: Any, device: torch.device, terms: Terms) -> Node
     table = [sorted(node) for node in table]  # as the ranks of a group are
     here = next(node for node in table if dist.get_rank() in node)
     place = here.index(dist.get_rank())
-    options = {"timeout": _timeout_of(group, device), "backend": dist.get_backend(group)}
+    library = (group or dist.group.WORLD)._get_backend(device)
+    timeout = getattr(getattr(library, "options", None), "_timeout", None)  # PyTorch may not say it
+    options: dict[str, Any] = {"timeout": timeout, "backend": dist.get_backend(group)}
     members = here, [node[place] for node in table]
     return Nodes(
         *(dist.new_group(each, use_local_synchronization=True, **options) for each in members)
     )
-
-
-def _timeout_of(group: Any, device: torch.device) -> Any:
-    """Return the time-out of a group's collectives, ``None`` where PyTorch does not say it."""
-    library = (group or dist.group.WORLD)._get_backend(device)
-    return getattr(getattr(library, "options", None), "_timeout", None)

@@ -128,7 +128,14 @@ class ProcessGroupEngine(TorchEngine):
             _, received, work = self._alltoall_single(op, sizes)
             work.wait()
         elif op.kind == "gather":
-            received = self._gathered(op, received.tolist())
+            sizes = received.tolist()
+            # Ranks' messages have different lengths: they are sent as long as the longest.
+            padded = op.tensor.new_zeros(max(sizes))
+            padded[: op.tensor.numel()] = op.tensor
+            everything = padded.new_empty(self.size * padded.numel())
+            self._all_gather(everything, padded).wait()
+            rows = everything.view(self.size, -1)
+            received = torch.cat([row[:n] for row, n in zip(rows, sizes, strict=True)])
         if is_staged and received.dtype == torch.bfloat16:  # which NumPy lacks
             received = received.cpu()
         elif is_staged:
@@ -136,16 +143,6 @@ class ProcessGroupEngine(TorchEngine):
         if op.splits is not None:
             return received, sizes
         return received.view(op.tensor.shape) if op.kind in (*_OPS, "broadcast") else received
-
-    def _gathered(self, op: Op, sizes: list[int]) -> torch.Tensor:
-        """Gather tensors of these sizes."""
-        # Ranks' messages have different lengths: they are sent as long as the longest.
-        padded = op.tensor.new_zeros(max(sizes))
-        padded[: op.tensor.numel()] = op.tensor
-        everything = padded.new_empty(self.size * padded.numel())
-        self._all_gather(everything, padded).wait()
-        rows = everything.view(self.size, -1)
-        return torch.cat([row[:n] for row, n in zip(rows, sizes, strict=True)])
 
 
 class ReplicaEngine(ProcessGroupEngine):

@@ -21,6 +21,7 @@ from hvd_compress.stats import Stats
 
 from .. import backend
 from ..amp import running_scale, scaled_passes
+from ..controls import Controls
 from ..parameters import gradient_dtype, is_wrapped
 from ..state.momentum import Momentum, check_sparse_step
 from ..state.store import ParameterStore
@@ -51,7 +52,7 @@ class Watched:
         return gradient._version != self.version and is_here and not gradient._is_view()
 
 
-class Binding:
+class Binding(Controls):
     """Hands the gradients of one optimizer to a reducer, and writes back what comes.
 
     Users get it as ``optimizer.compression``: ``stats()``, ``set_epoch(epoch)``,
@@ -68,7 +69,6 @@ class Binding:
 
     Attributes:
         store: what the optimizer knows of its parameters.
-        reducer: averages gradients.
 
     >>> w = torch.nn.Parameter(torch.ones(1000))
     >>> sgd = torch.optim.SGD([w], lr=0.1)
@@ -98,8 +98,7 @@ class Binding:
         #: the loss scale of the step whose gradients came last
         self.last_scale: float | None = None
         #: averages over the ranks of what differs, if they are those of the last step
-        self.consolidated: dict[torch.nn.Parameter, State] = {}
-        self.is_consolidated = False
+        self.consolidated: dict[torch.nn.Parameter, State] | None = None
         self._saw_backward = False  # since the last exchange
         self._true_units: list[torch.nn.Parameter] = []  # whose gradients carry no scale
         self._assigned: list[tuple[torch.nn.Parameter, weakref.ref[torch.Tensor]]] = []
@@ -151,23 +150,6 @@ class Binding:
     def engine(self) -> Engine:
         """The engine between the ranks."""
         return self.reducer.engine
-
-    def set_epoch(self, epoch: float) -> None:
-        """Announce the epoch, which may be fractional such as 2.5, for schedules by epoch."""
-        self.reducer.set_epoch(epoch)
-
-    def stats(self) -> Stats:
-        """Return the exact bytes so far and the residuals' norm, by parameter and in total."""
-        return self.reducer.stats()
-
-    def reset_stats(self) -> None:
-        """Begin at zero with all that :meth:`stats` counts."""
-        self.reducer.reset_stats()
-
-    def keep_undo(self) -> None:
-        """Keep what waits as it was before each step, from now on, for :meth:`discard`: as much
-        memory as the states once more, and the time to copy them.  To be called on all ranks."""
-        self.reducer.keep_undo()
 
     def discard(self) -> None:
         """Drop the gradients of this step instead of taking it, on all ranks: after
@@ -274,7 +256,7 @@ class Binding:
             raise
 
     def _start(self, parameters: Sequence[torch.nn.Parameter], in_backward: bool) -> None:
-        self.consolidated, self.is_consolidated = {}, False
+        self.consolidated = None
         self.store.optimizer._synchronized = False
         if (scale := running_scale()) is not None:
             if self.reducer.sparse_results:
@@ -356,7 +338,7 @@ class Binding:
         self.store.taken.clear()
         self.store.ready.clear()
         self.store.scale = self._has_decayed = None
-        self.consolidated, self.is_consolidated = {}, False
+        self.consolidated = None
 
     def _no_gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
         if p not in self.store.sparse:
@@ -368,7 +350,11 @@ class Binding:
 
     def _assign_gradient(self, p: Any, direction: torch.Tensor, is_rows: bool) -> None:
         if isinstance(direction, Sparse):
-            p.grad = _as_coo(direction, p, gradient_dtype(p, self._name_of(p)))
+            places = torch.stack(torch.unravel_index(direction.indices, p.shape))
+            values = direction.values.to(gradient_dtype(p, self._name_of(p)))
+            p.grad = torch.sparse_coo_tensor(
+                places, values, p.shape, is_coalesced=True, check_invariants=False
+            )
             self._assigned.append((p, weakref.ref(p.grad)))
             return
         gradient = p.grad
@@ -403,27 +389,19 @@ class Binding:
         self.reducer.forget_undo()
         if self.reducer.sparse_results:
             check_sparse_step(self.store.optimizer, self.method)
-        if self._is_plain_sgd and not self._decays():  # SGD looks at its own entries alone
-            with self.store.momentum_side.switched_off():
-                yield
-        else:
-            with self._hidden_states():
-                yield
-        self.store.sample_weights(self.step)
-
-    @contextlib.contextmanager
-    def _hidden_states(self) -> Iterator[None]:
-        groups = self.store.optimizer.param_groups
-        hidden = {p: self.store.pop_state(p) for group in groups for p in group["params"]}
+        momentum, hidden = self.store.momentum_side, dict[torch.nn.Parameter, State]()
+        if not self._is_plain_sgd or self._decays():  # SGD looks at its own entries alone
+            groups = self.store.optimizer.param_groups
+            hidden = {p: self.store.pop_state(p) for group in groups for p in group["params"]}
         try:
-            if self.store.momentum_side.is_taken:
-                self.store.momentum_side.decay(hidden, self.store.sparse, self.store.method_for)
-            with self.store.momentum_side.switched_off():
+            if momentum.is_taken:
+                momentum.decay(hidden, self.store.sparse, self.store.method_for)
+            with momentum.switched_off():
                 yield
         finally:
             for p, state in hidden.items():
-                if state:
-                    self.store.set_state(p, state)
+                self.store.set_state(p, state)
+        self.store.sample_weights(self.step)
 
     def _decays(self) -> bool:
         """Whether weight decay is this package's affair, or has been in an earlier step."""
@@ -472,12 +450,3 @@ def _check_gradient(name: str, gradient: torch.Tensor, p: torch.nn.Parameter) ->
             f"parameter {list(p.shape)} on {p.device}: after changing .data of a parameter, set "
             "its .grad to None"
         )
-
-
-def _as_coo(direction: Sparse, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sparse gradient of ``p``, of any number of dimensions."""
-    places = torch.stack(torch.unravel_index(direction.indices, p.shape))
-    values = direction.values.to(dtype)
-    return torch.sparse_coo_tensor(
-        places, values, p.shape, is_coalesced=True, check_invariants=False
-    )

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from hvd_compress.base import Compressor
 from hvd_compress.config import check_choice, check_process_set, is_one_of
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
@@ -131,7 +130,13 @@ def distribute(
         groups = num_groups if groups is None else groups
     check_groups(groups)
     options = HorovodOptions.checked(hvd, method, groups=groups, **shared)
-    _check_optimizer(optimizer, method)
+    check_users(optimizer, "DistributedOptimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "LBFGS evaluates gradients inside step(), where they cannot be averaged"
+        )
+    for group in optimizer.param_groups:
+        check_group(method, optimizer, group)
     check_choice("sparse_step", sparse_step, (True, False))
     if sparse_step:
         check_sparse_step(optimizer, method)
@@ -153,13 +158,3 @@ def distribute(
     )
     distributed.begin(binding)
     return distributed
-
-
-def _check_optimizer(optimizer: Any, method: Compressor) -> None:
-    check_users(optimizer, "DistributedOptimizer")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "LBFGS evaluates gradients inside step(), where they cannot be averaged"
-        )
-    for group in optimizer.param_groups:
-        check_group(method, optimizer, group)

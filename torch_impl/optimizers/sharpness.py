@@ -88,7 +88,12 @@ class SAM:
             found = torch.autograd.grad(loss, weights, allow_unused=True)
         first = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
         kept = [p.detach().clone() for p in weights]
-        statistics = [(b, b.clone()) for b in _statistics(self.model)]
+        statistics = [
+            (buffer, buffer.clone())
+            for module in self.model.modules()
+            if getattr(module, "track_running_stats", False)
+            for buffer in module.buffers(recurse=False)
+        ]
         try:
             self._climb(weights, first)
             torch.clear_autocast_cache()  # of weights in half precision
@@ -115,13 +120,3 @@ class SAM:
         for p, eps in zip(weights, self.formula.ascent(weights, gradients), strict=True):
             if eps is not None:
                 p.add_(eps)
-
-
-def _statistics(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the buffers in which normalisation keeps what it saw."""
-    return [
-        buffer
-        for module in model.modules()
-        if getattr(module, "track_running_stats", False)
-        for buffer in module.buffers(recurse=False)
-    ]

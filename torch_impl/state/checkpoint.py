@@ -54,19 +54,15 @@ BUFFERS = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
 
-def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
-    """Return the parameters in the order in which state dicts number them."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def state_dict(self: Any) -> dict[str, Any]:
     """Return the state dict of the user's optimizer, with this package's entries in it.
 
     Its momentum and Nesterov flag are the user's, also where the method applies them.
     """
     self.check_parameters()
-    result = local_state_dict(self)
-    if not result[KEY]["consolidated"] and _differs(self):
+    result, binding = local_state_dict(self), self.compression
+    is_shared = result[KEY]["consolidated"] or binding.engine.size == 1
+    if not is_shared and any(_per_rank(binding, p) for p in self.known_parameters):
         warnings.warn(
             unconsolidated("optimizer.consolidate_state_dict()"), UserWarning, stacklevel=2
         )
@@ -77,10 +73,11 @@ def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
     """Return what :func:`state_dict` does, without the warning; with ``own``, this rank's state
     even after a consolidation."""
     binding = optimizer.compression
+    means = {} if own else binding.consolidated or {}
     result = optimizer.users_state_dict()
-    parameters = _parameters(optimizer)
+    parameters = optimizer.known_parameters
     for index, p in enumerate(parameters):
-        ours = binding.store.state_of(p) | ({} if own else binding.consolidated.get(p, {}))
+        ours = binding.store.state_of(p) | means.get(p, {})
         entries = {PREFIX + key: x for key, x in ours.items()}
         if binding.store.momentum_side.is_taken and "velocity" in ours:
             # For a plain SGD that takes over; load_state_dict() prefers the velocity.
@@ -91,15 +88,10 @@ def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
         if entries:
             result["state"][index] = result["state"].get(index, {}) | entries
     result[KEY] = {
-        **header_of(binding.reducer, binding.is_consolidated and not own),
+        **header_of(binding.reducer, binding.consolidated is not None and not own),
         "sparse": [index for index, p in enumerate(parameters) if p in binding.store.sparse],
     }
     return result
-
-
-def _differs(optimizer: Any) -> bool:
-    binding = optimizer.compression
-    return binding.engine.size > 1 and any(_per_rank(binding, p) for p in _parameters(optimizer))
 
 
 def _per_rank(binding: Any, p: torch.nn.Parameter) -> list[str]:
@@ -118,7 +110,7 @@ def consolidate_state_dict(self: Any) -> None:
     binding = self.compression
     own = {
         (p, key): binding.store.state_of(p)[key]
-        for p in _parameters(self)
+        for p in self.known_parameters
         for key in _per_rank(binding, p)
     }
     names = {(p, key): f"{self._parameter_names[p]}.{key}" for p, key in own}
@@ -126,7 +118,6 @@ def consolidate_state_dict(self: Any) -> None:
     binding.consolidated = {}
     for p, key in own:
         binding.consolidated.setdefault(p, {})[key] = means[names[p, key]]
-    binding.is_consolidated = True
 
 
 def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = False) -> None:
@@ -142,7 +133,7 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
     """
     self.check_parameters()
     self.check_at_rest("optimizer.load_state_dict()")
-    binding, parameters = self.compression, _parameters(self)
+    binding, parameters = self.compression, self.known_parameters
     saved, sparse = _checked_header(state_dict, len(parameters))
     plain, ours = _checked_entries(self, state_dict)
     factor = 1.0 if exact or saved is None else saved.share(binding.engine)
@@ -200,17 +191,15 @@ def _loaded_state(
         per_rank=per_rank_of(method, p, is_sparse),
         factor=factor,
         kinds=torch.Tensor,
-        place=_placed,
+        place=lambda x, template: (
+            x.detach().to(template.device, template.dtype, copy=True).reshape(template.shape)
+        ),
     )
     for key in dropped:
         # A velocity that is a momentum buffer too goes on as the optimizer's own momentum.
         if key != "velocity" or not entries.have_buffer:
             warnings.warn(f"{method.name} has no use for {key!r}: dropped", stacklevel=3)
     return state
-
-
-def _placed(x: Any, like: torch.Tensor) -> torch.Tensor:
-    return x.detach().to(like.device, like.dtype, copy=True).reshape(like.shape)
 
 
 class _Entries(NamedTuple):
@@ -334,7 +323,7 @@ def adopt_momentum_buffers(optimizer: Any) -> None:
     binding = optimizer.compression
     if not binding.store.momentum_side.is_taken:
         return
-    for p in _parameters(optimizer):
+    for p in optimizer.known_parameters:
         buffer = optimizer.state.get(p, {}).pop("momentum_buffer", None)
         if buffer is not None and "velocity" not in binding.store.state_of(p):
             state = binding.store.method_for(p).init(p.detach())
@@ -351,7 +340,7 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
     if not optimizer.state:
         modules = [] if model is None else model.modules()
         rows = {m.weight for m in modules if isinstance(m, torch.nn.Embedding) and m.sparse}
-        for p in _parameters(optimizer):
+        for p in optimizer.known_parameters:
             if p.requires_grad and p.grad is None:
                 dtype = gradient_dtype(p, optimizer._parameter_names[p])
                 zeros = torch.zeros_like(p, dtype=dtype)
@@ -363,7 +352,7 @@ def broadcast(optimizer: Any, root_rank: int) -> None:
     """Give all ranks the state of ``root_rank``, except for entries that differ between ranks: of
     these, the mean over the ranks that have a state (new ranks in an elastic run have none)."""
     binding, hvd = optimizer.compression, optimizer.compression.hvd
-    parameters = _parameters(optimizer)
+    parameters = optimizer.known_parameters
     payload = broadcast_tree(
         hvd, local_state_dict(optimizer, own=True) if hvd.rank() == root_rank else None, root_rank
     )

@@ -44,7 +44,7 @@ class Momentum:
         self._read: list[dict[str, Any]] = []  # the groups of which that is
         self._look(optimizer.param_groups)
         self.is_taken = method.takes_momentum and isinstance(optimizer, torch.optim.SGD)
-        if method.takes_momentum and tells:
+        if method.takes_momentum and tells and method.momentum is None:
             self._tell()
 
     @property
@@ -52,10 +52,8 @@ class Momentum:
         return self._reference()  # which owns the owner of this
 
     def _tell(self) -> None:
-        optimizer, own = self._optimizer, self._method.momentum
+        optimizer = self._optimizer
         wrapped = type(optimizer).__name__
-        if own is not None:
-            return
         if not self.is_taken:
             warnings.warn(another_kind(self._method, wrapped), UserWarning, stacklevel=6)
             return
@@ -103,7 +101,7 @@ class Momentum:
     def of(self, p: torch.nn.Parameter) -> tuple[float, bool]:
         """Return the (momentum, nesterov) that act inside the exchange, or beside it on rows and
         decay."""
-        return self.of_group(self.group_of(p)) if self.is_taken else (0.0, False)
+        return self.of_group(self.group_of(p))
 
     def of_group(self, group: Mapping[str, Any]) -> tuple[float, bool]:
         """Return the same of the parameters of a group."""

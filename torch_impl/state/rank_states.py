@@ -45,11 +45,17 @@ def gathered(saved: dict[str, Any], group: Any) -> dict[str, Any]:
         name: {key: saved["states"][name][key].cpu() for key in keys}
         for name, keys in saved["per_rank"].items()
     }
+    everyones = _on_first(mine, group)
+    return saved if everyones is None else {**saved, KEY: everyones}
+
+
+def _on_first(x: Any, group: Any) -> list[Any] | None:
+    """Gather objects on the first rank of a process group; ``None`` on the others."""
     is_first = dist.get_rank(group) == 0
     everyones: list[Any] | None = [None] * dist.get_world_size(group) if is_first else None
     first = 0 if group is None else dist.get_global_rank(group, 0)
-    dist.gather_object(mine, everyones, first, group)
-    return {**saved, KEY: everyones} if is_first else saved
+    dist.gather_object(x, everyones, first, group)
+    return everyones
 
 
 def own(saved: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
@@ -91,10 +97,7 @@ def of_all_shards(saved: dict[str, Any], inside: Any) -> dict[str, Any]:
     others :func:`of_shard`.  A collective of the node."""
     # Else the first rank would put them on the other ranks' devices.
     saved = {**saved, "states": placed(saved["states"], lambda name: "cpu")}
-    is_first = dist.get_rank(inside) == 0
-    everyones: list[Any] | None = [None] * dist.get_world_size(inside) if is_first else None
-    dist.gather_object(saved, everyones, dist.get_global_rank(inside, 0), inside)
-    own = of_shard(saved, inside)
+    everyones, own = _on_first(saved, inside), of_shard(saved, inside)
     return own if everyones is None else {**own, _SHARDS: dict(enumerate(everyones))}
 
 

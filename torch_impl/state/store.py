@@ -317,11 +317,10 @@ class ParameterStore(Store):
         trained = [p for p in optimizer.known_parameters if p.requires_grad and p.numel()]
         first, places, elements = step // SAMPLED_EVERY * _TENSORS, [], []
         for i in range(min(_TENSORS, len(trained))):
-            p = trained[(first + i) % len(trained)].detach()
-            name = optimizer._parameter_names[trained[(first + i) % len(trained)]]
+            p = trained[(first + i) % len(trained)]
             for place in (j * (p.numel() - 1) for j in range(_ELEMENTS)):
-                x = p[tuple(map(int, np.unravel_index(place, p.shape)))]
-                places.append((name, place))
+                x = p.detach()[tuple(map(int, np.unravel_index(place, p.shape)))]
+                places.append((optimizer._parameter_names[p], place))
                 elements.append((x.abs() if x.is_complex() else x).double())
         if elements:
             device = elements[0].device
