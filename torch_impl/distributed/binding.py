@@ -376,11 +376,6 @@ class Binding(Controls):
         follow the average whatever ``op`` is."""
         return self.store.momentum_side.factor(p) / (self.engine.size if self.reducer.sums else 1)
 
-    def forget_groups(self) -> None:
-        """Update after parameter groups have changed."""
-        self._name_by_id.clear()
-        self.store.momentum_side.forget_groups()
-
     @contextlib.contextmanager
     def optimizer_step(self) -> Iterator[None]:
         """Hide, while the user's optimizer steps, what has acted already: momentum and decay are

@@ -123,25 +123,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
             gradient_dtype(p, self._parameter_names[p])
         retire_others(parameters, self)
         for p in parameters:
-            self._watch(p)
-
-    def _watch(self, p: Parameter) -> None:
-        if self._groups is not None and p not in self._group_of:  # it has come later
-            self._group_of[p] = (p,)
-            self._groups.append((p,))
-        self._watched[id(p)] = Watched(p)
-        # Nothing would ever collect what a tensor's hook holds, the tensor itself included.
-        hook = functools.partial(_is_ready, weakref.ref(self), id(p))
-        eager = torch.compiler.disable(hook)
-        self._hooks.append(p.register_post_accumulate_grad_hook(eager))
-
-    def _retire(self, heir: type[Any]) -> None:
-        """Exchange no gradients any more, since an optimizer of class ``heir`` does that for one of
-        the parameters."""
-        self._heir = heir
-        bound_optimizers.discard(self)
-        _remove(self._hooks)
-        self._watched.clear()
+            if self._groups is not None and p not in self._group_of:  # it has come later
+                self._group_of[p] = (p,)
+                self._groups.append((p,))
+            self._watched[id(p)] = Watched(p)
+            # Nothing would ever collect what a tensor's hook holds, the tensor itself included.
+            hook = functools.partial(_is_ready, weakref.ref(self), id(p))
+            eager = torch.compiler.disable(hook)
+            self._hooks.append(p.register_post_accumulate_grad_hook(eager))
 
     def _check_in_charge(self) -> None:
         if self._heir is not None:
@@ -158,13 +147,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 "gradients are under way: call optimizer.step() or optimizer.synchronize() before "
                 f"{call}"
             )
-
-    def _begin_with_group(self, parameter: Parameter) -> None:
-        """Start the exchange of a parameter and its group, if all their gradients are there."""
-        together, needed = self._together(parameter), self.backward_passes_per_step
-        everyone = [self._watched[id(q)] for q in together if id(q) in self._watched]
-        if len(everyone) == len(together) and all(w.passes == needed for w in everyone):
-            self.compression.begin(everyone)
 
     def _together(self, p: Parameter) -> tuple[Parameter, ...]:
         """Return ``p`` and the parameters that are exchanged with it, the same on all ranks."""
@@ -318,7 +300,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._parameter_names |= added
         self.known_parameters += added
         self._take_charge(p for p in added if p.requires_grad)
-        self.compression.forget_groups()
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -377,7 +358,10 @@ def _is_ready(reference: weakref.ref[CompressedOptimizer], place: int, _: Any) -
             watched.is_started = True
             optimizer.compression.take(watched)
         else:
-            optimizer._begin_with_group(watched.parameter)
+            together = optimizer._together(watched.parameter)
+            everyone = [w for q in together if (w := optimizer._watched.get(id(q))) is not None]
+            if len(everyone) == len(together) and all(w.passes == needed for w in everyone):
+                optimizer.compression.begin(everyone)
 
 
 def retire_others(parameters: Iterable[Parameter], heir: torch.optim.Optimizer) -> None:
@@ -388,7 +372,10 @@ def retire_others(parameters: Iterable[Parameter], heir: torch.optim.Optimizer) 
     for other in others:
         other.check_at_rest("making another DistributedOptimizer of the same parameters")
     for other in others:
-        other._retire(type(heir))
+        other._heir = type(heir)
+        bound_optimizers.discard(other)
+        _remove(other._hooks)
+        other._watched.clear()
 
 
 def _remove(hooks: Iterable[Any]) -> None:

@@ -153,7 +153,6 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
         self.state, self.param_groups = before
         raise refused(f"{type(self).__name__} says {error!r}") from error
     binding.abandon()
-    binding.forget_groups()
     if choice is not None:
         reducer.take_choice(choice)
     reducer.step = 0

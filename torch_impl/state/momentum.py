@@ -94,10 +94,6 @@ class Momentum:
         # Parameters that were taken out of the groups may be under way still.
         self._groups |= {id(p): g for g in groups for p in g["params"]}
 
-    def forget_groups(self) -> None:
-        """Read the parameter groups again, since they have changed."""
-        self._read = []
-
     def of(self, p: torch.nn.Parameter) -> tuple[float, bool]:
         """Return the (momentum, nesterov) that act inside the exchange, or beside it on rows and
         decay."""
