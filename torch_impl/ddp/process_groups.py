@@ -56,19 +56,15 @@ class ProcessGroupEngine(TorchEngine):
         return 2.0 ** (self.size - 1).bit_length() if wire == "float16" else 1.0
 
     def _launch(self, op: Op) -> Any:
+        # Whether the result belongs into host memory, the collective, the tensor that its result
+        # will be in, and what to wait for.
         with naming_lost_ranks(self.group):
-            return self._submitted(op)
+            is_staged = self.reads_device and not op.tensor.is_cuda
+            return is_staged, *self._started(op._replace(tensor=self._reachable(op.tensor)))
 
     def _wait(self, handle: Any) -> Any:
         with naming_lost_ranks(self.group):
             return self._received(handle)
-
-    def _submitted(self, op: Op) -> Any:
-        """Submit a collective, and return whether its result belongs into host memory, the
-        collective, the tensor that its result will be in, and what to wait for."""
-        is_staged = self.reads_device and not op.tensor.is_cuda
-        op = op._replace(tensor=self._reachable(op.tensor))
-        return is_staged, *self._started(op)
 
     def _started(self, op: Op) -> tuple[Op, torch.Tensor, Any]:
         if op.arriving is not None:
