@@ -63,6 +63,13 @@ class Nodes:
             dist.all_reduce(used, dist.ReduceOp.MAX, group=self.inside)
         return {name for name, any_ in zip(names, used.tolist(), strict=True) if not any_}
 
+    def all_rows(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the node's ranks, of shape (ranks, elements)."""
+        rows = own.new_empty(self.ranks, own.numel())
+        with naming_lost_ranks(self.inside):
+            all_gather(rows.view(-1), own, group=self.inside)
+        return rows
+
 
 class _Cut(NamedTuple):
     """How a tensor lies in the rows of a node's ranks.
@@ -131,10 +138,7 @@ class BucketShard:
 
     def spread(self) -> None:
         """Give the ranks of this node each other's parts, and write all into the gradients."""
-        rows = self._own.new_empty(self._nodes.ranks, self._own.numel())
-        with naming_lost_ranks(self._nodes.inside):
-            all_gather(rows.view(-1), self._own, group=self._nodes.inside)
-        gradients, places = self._pieces(rows)
+        gradients, places = self._pieces(self._nodes.all_rows(self._own))
         if places:
             torch._foreach_copy_(gradients, places)
         for view, flat in zip(self._views, self._flats, strict=True):
