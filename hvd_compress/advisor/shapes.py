@@ -14,17 +14,19 @@ from collections.abc import Callable
 Shapes = dict[str, tuple[int, ...]]
 
 
-def _norm(name: str, channels: int) -> Shapes:
+def norm(name: str, channels: int) -> Shapes:
+    """Return the parameters of a normalisation."""
     return {f"{name}.weight": (channels,), f"{name}.bias": (channels,)}
 
 
-def _linear(name: str, outputs: int, inputs: int) -> Shapes:
+def linear(name: str, outputs: int, inputs: int) -> Shapes:
+    """Return the parameters of a fully connected layer."""
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
 
 def resnet50(classes: int = 1000) -> Shapes:
     """ResNet-50 (He et al., CVPR 2016), with torchvision's names."""
-    shapes: Shapes = {"conv1.weight": (64, 3, 7, 7), **_norm("bn1", 64)}
+    shapes: Shapes = {"conv1.weight": (64, 3, 7, 7), **norm("bn1", 64)}
     inputs = 64
     for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
         for block in range(blocks):
@@ -32,30 +34,12 @@ def resnet50(classes: int = 1000) -> Shapes:
             kernels = ((width, inputs, 1, 1), (width, width, 3, 3), (outputs, width, 1, 1))
             for i, kernel in enumerate(kernels, start=1):
                 shapes[f"{at}.conv{i}.weight"] = kernel
-                shapes |= _norm(f"{at}.bn{i}", kernel[0])
+                shapes |= norm(f"{at}.bn{i}", kernel[0])
             if block == 0:
                 shapes[f"{at}.downsample.0.weight"] = (outputs, inputs, 1, 1)
-                shapes |= _norm(f"{at}.downsample.1", outputs)
+                shapes |= norm(f"{at}.downsample.1", outputs)
             inputs = outputs
-    return shapes | _linear("fc", classes, inputs)
-
-
-def resnet18_cifar(classes: int = 10) -> Shapes:
-    """ResNet-18 for images of 32 x 32 pixels, as in experiments on CIFAR-10: a first convolution of
-    3 x 3, and no pooling behind it."""
-    shapes: Shapes = {"conv1.weight": (64, 3, 3, 3), **_norm("bn1", 64)}
-    inputs = 64
-    for stage, width in enumerate((64, 128, 256, 512), start=1):
-        for block in range(2):
-            at = f"layer{stage}.{block}"
-            for i, channels in enumerate((inputs, width), start=1):
-                shapes[f"{at}.conv{i}.weight"] = (width, channels, 3, 3)
-                shapes |= _norm(f"{at}.bn{i}", width)
-            if inputs != width:
-                shapes[f"{at}.shortcut.0.weight"] = (width, inputs, 1, 1)
-                shapes |= _norm(f"{at}.shortcut.1", width)
-            inputs = width
-    return shapes | _linear("linear", classes, inputs)
+    return shapes | linear("fc", classes, inputs)
 
 
 def mobilenet_v2(classes: int = 1000) -> Shapes:
@@ -63,7 +47,7 @@ def mobilenet_v2(classes: int = 1000) -> Shapes:
 
     def convolution(name: str, outputs: int, inputs: int, size: int) -> Shapes:
         weight = {f"{name}.weight": (outputs, inputs, size, size)}
-        return weight | _norm(f"{name}.norm", outputs)
+        return weight | norm(f"{name}.norm", outputs)
 
     shapes, inputs, block = convolution("first", 32, 3, 3), 32, 0
     for expansion, outputs, blocks in (
@@ -77,53 +61,7 @@ def mobilenet_v2(classes: int = 1000) -> Shapes:
             shapes |= convolution(f"{at}.depthwise", width, 1, 3)
             shapes |= convolution(f"{at}.project", outputs, width, 1)
             inputs, block = outputs, block + 1
-    return shapes | convolution("last", 1280, inputs, 1) | _linear("fc", classes, 1280)
-
-
-def alexnet(classes: int = 1000) -> Shapes:
-    """AlexNet (Krizhevsky et al., NeurIPS 2012) with two groups in conv2, conv4 and conv5."""
-    convolutions = (
-        (96, 3, 11, 11),
-        (256, 48, 5, 5),
-        (384, 256, 3, 3),
-        (384, 192, 3, 3),
-        (256, 192, 3, 3),
-    )
-    shapes: Shapes = {}
-    for i, kernel in enumerate(convolutions, start=1):
-        shapes |= {f"conv{i}.weight": kernel, f"conv{i}.bias": kernel[:1]}
-    for name, outputs, inputs in (
-        ("fc6", 4096, 256 * 6 * 6),
-        ("fc7", 4096, 4096),
-        ("fc8", classes, 4096),
-    ):
-        shapes |= _linear(name, outputs, inputs)
-    return shapes
-
-
-def deep_speech(outputs: int = 29, width: int = 1500, layers: int = 5) -> Shapes:
-    """The speech model of Lin et al. (2018) for LibriSpeech, after Deep Speech 2: two convolutions
-    over spectrograms of 161 frequencies, five bidirectional GRU layers of 1500 units whose
-    directions are added up, and 29 characters.
-
-    The paper says no more than the number, kind and size of the layers.  Assumed: kernels of
-    41 x 11 and 21 x 11 with 32 channels, strides of 2 over the frequencies and no padding; batch
-    normalisation behind the convolutions, before each GRU but the first and before the last layer;
-    two bias vectors a gate; a last layer without bias.  The gradient then has 488.08 MiB, where the
-    paper has 488 MB.
-    """
-    shapes: Shapes = {"conv1.weight": (32, 1, 41, 11), "conv1.bias": (32,), **_norm("bn1", 32)}
-    shapes |= {"conv2.weight": (32, 32, 21, 11), "conv2.bias": (32,), **_norm("bn2", 32)}
-    inputs = 32 * 21  # channels times the frequencies that are left
-    for layer in range(layers):
-        if layer:
-            shapes |= _norm(f"rnn{layer}.norm", width)
-        for name in (f"rnn{layer}", f"rnn{layer}.reverse"):
-            for side, columns in (("ih", inputs), ("hh", width)):
-                shapes[f"{name}.weight_{side}"] = (3 * width, columns)
-                shapes[f"{name}.bias_{side}"] = (3 * width,)
-        inputs = width
-    return shapes | _norm("fc.norm", width) | {"fc.weight": (outputs, width)}
+    return shapes | convolution("last", 1280, inputs, 1) | linear("fc", classes, 1280)
 
 
 def ptb_lstm(vocabulary: int = 10_000, width: int = 1500, layers: int = 2) -> Shapes:
@@ -145,8 +83,8 @@ def vgg16(classes: int = 1000) -> Shapes:
     for i, width in enumerate((64, 64, 128, 128, 256, 256, 256, *6 * (512,))):
         shapes |= {f"conv{i}.weight": (width, inputs, 3, 3), f"conv{i}.bias": (width,)}
         inputs = width
-    shapes |= _linear("fc1", 4096, 512 * 7 * 7) | _linear("fc2", 4096, 4096)
-    return shapes | _linear("fc3", classes, 4096)
+    shapes |= linear("fc1", 4096, 512 * 7 * 7) | linear("fc2", 4096, 4096)
+    return shapes | linear("fc3", classes, 4096)
 
 
 def transformer(
@@ -158,10 +96,10 @@ def transformer(
     shapes: Shapes = {"tokens.weight": (vocabulary, width), "positions.weight": (positions, width)}
     for layer in range(layers):
         at = f"layer{layer}"
-        shapes |= _norm(f"{at}.norm1", width) | _linear(f"{at}.qkv", 3 * width, width)
-        shapes |= _linear(f"{at}.out", width, width) | _norm(f"{at}.norm2", width)
-        shapes |= _linear(f"{at}.fc1", hidden, width) | _linear(f"{at}.fc2", width, hidden)
-    return shapes | _norm("norm", width)
+        shapes |= norm(f"{at}.norm1", width) | linear(f"{at}.qkv", 3 * width, width)
+        shapes |= linear(f"{at}.out", width, width) | norm(f"{at}.norm2", width)
+        shapes |= linear(f"{at}.fc1", hidden, width) | linear(f"{at}.fc2", width, hidden)
+    return shapes | norm("norm", width)
 
 
 def bert_base() -> Shapes:

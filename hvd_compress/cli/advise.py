@@ -31,7 +31,6 @@ from hvd_compress.advisor import (
     measured,
     meeting,
     rows_of,
-    step_of,
 )
 from hvd_compress.advisor.network import rate_text
 from hvd_compress.advisor.shapes import Shapes
@@ -39,9 +38,6 @@ from hvd_compress.errors import ConfigError, SetupError
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
-#: of the picture's curves
-_BANDWIDTHS = np.geomspace(1e8, 1e11, 61)
-_RANKS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def bandwidth(text: str) -> float:
@@ -75,7 +71,6 @@ def advise(
     backward: float,
     accuracy: str,
     measure: bool,
-    picture: Path | None,
     as_json: bool = False,
 ) -> None:
     """Print what a step takes with each method, the shortest first, and what to write."""
@@ -103,9 +98,6 @@ def advise(
         )
     else:
         _print(model, network, backward, rows, best, matters, accuracy)
-    if picture is not None:
-        _draw(model, pieces, network, backward, best, picture)
-        print(f"picture: {picture.resolve()}", file=sys.stderr if as_json else sys.stdout)
 
 
 def measured_network() -> tuple[Network, bool]:
@@ -256,46 +248,3 @@ def _print_rows(rows: Sequence[Mapping[str, Any]], base: float) -> None:
             f"{row['method']:<18} {step} {times:>8.2f}x {processor} {wire} {row['bytes']:>11,}"
             f"  {even:<12} {row['accuracy']:<8} {lost_sgd:>5} {lost_adamw:>6}"
         )
-
-
-def _draw(
-    model: str,
-    pieces: Mapping[str, Piece],
-    network: Network,
-    backward: float,
-    best: str,
-    picture: Path,
-) -> None:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise SetupError(f"--picture needs matplotlib ({error}): pip install matplotlib") from None
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
-    each = network.ranks_per_host
-    colors = [plt.get_cmap("tab20")(i) for i in range(20)]
-    for color, (method, piece) in zip(colors, pieces.items(), strict=False):
-        style = {"linewidth": 3.0 if method == best else 1.2, "color": color}
-        over_rates = [
-            1000 * step_of(piece, dataclasses.replace(network, bandwidth=rate), backward).whole
-            for rate in _BANDWIDTHS
-        ]
-        left.plot(_BANDWIDTHS / 1e9, over_rates, label=method, **style)
-        ranks = [n for n in _RANKS if n % each == 0]
-        over_ranks = [
-            1000
-            * step_of(piece, dataclasses.replace(network, ranks=n, hosts=n // each), backward).whole
-            for n in ranks
-        ]
-        right.plot(ranks, over_ranks, "o-", markersize=3, label=method, **style)
-    left.axvline(network.bandwidth / 1e9, color="gray", linestyle=":")
-    right.axvline(network.ranks, color="gray", linestyle=":")
-    left.set(xscale="log", yscale="log", xlabel="Gbit/s", ylabel="a step, ms")
-    left.set_title(f"{network.ranks} ranks")
-    right.set(xscale="log", yscale="log", xlabel="ranks")
-    right.set_title(rate_text(network.bandwidth))
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    right.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.suptitle(f"{model}, {1000 * backward:g} ms of backward")
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)

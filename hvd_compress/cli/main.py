@@ -130,7 +130,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="measure network and methods where this runs, under mpirun: a minute",
     )
-    add("--picture", type=picture_file, metavar="FILE", help="draw time over bandwidth and ranks")
     add("--json", action="store_true", dest="as_json", help=JSON)
     command.set_defaults(run=advise)
     return parser

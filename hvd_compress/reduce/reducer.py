@@ -17,7 +17,17 @@ import numpy as np
 
 from hvd_compress.agreement import Terms
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Averages, Compressor, Context, Outcome, Plan, Sparse, Tensors
+from hvd_compress.base import (
+    Array,
+    Averages,
+    Compressor,
+    Context,
+    Outcome,
+    Plan,
+    Sparse,
+    State,
+    Tensors,
+)
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.counting import Tally
@@ -35,12 +45,12 @@ from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError, UnsupportedError
 from hvd_compress.integrations.optimizers import check_one_momentum
 from hvd_compress.methods import as_compressor
-from hvd_compress.reduce import checkpoints
 from hvd_compress.reduce.averages import averaged, largest
 from hvd_compress.reduce.buckets import BUCKET_BYTES, Buckets, label_of
 from hvd_compress.reduce.choice import Choice
 from hvd_compress.reduce.homes import Homes
-from hvd_compress.reduce.store import MemoryStore, Store
+from hvd_compress.reduce.state_file import check_array, entry, header_of, read_header, refused
+from hvd_compress.reduce.store import MemoryStore, Store, misfit
 from hvd_compress.reduce.undo import Undo
 from hvd_compress.requests import Request
 from hvd_compress.schedules import schedules_of
@@ -624,7 +634,21 @@ class Reducer:
                 Without it, every rank has to save and load its own state.
         """
         self._check_at_rest("state_dict()")
-        return checkpoints.saved(self, self._memory(), consolidate)
+        store = self._memory()
+        states = {name: dict(state) for name, state in store.states.items()}
+        if consolidate and self.engine.size > 1:
+            own = {f"{n}\n{key}": states[n][key] for n in states for key in store.per_rank[n]}
+            for label, mean in self.average(own).items():
+                name, key = label.split("\n")
+                states[name][key] = mean
+        return {
+            **header_of(self, consolidate),
+            "per_rank": {name: sorted(keys) for name, keys in store.per_rank.items()},
+            "states": {
+                name: {key: backend_of(x).copy(x) for key, x in state.items()}
+                for name, state in states.items()
+            },
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
@@ -633,7 +657,36 @@ class Reducer:
             ConfigError: the state was made by another method or version, or it is damaged; then
                 nothing has changed.
         """
-        checkpoints.load(self, self._memory(), state_dict)
+        store, saved = self._memory(), read_header(state_dict)
+        if (method := saved.method["method"]) != self.compression.name:
+            raise refused(f"it is of {method}, and the method here is {self.compression.name}")
+        choice = None if self.choice is None else Choice.read(saved.choice)
+        everything, differing = (entry(state_dict, key, Mapping) for key in ("states", "per_rank"))
+        if differing.keys() != everything.keys():
+            raise refused("'per_rank' and 'states' are of different tensors")
+        states: dict[str, State] = {}
+        for name in everything:
+            state, keys = entry(everything, name, Mapping), entry(differing, name, (list, tuple))
+            if not all(isinstance(key, str) and key in state for key in keys):
+                raise refused(f"'per_rank' names keys that the state of {name!r} has not")
+            arrays = {key: check_array(f"{key!r} of {name!r}", x) for key, x in state.items()}
+            states[name] = {key: backend_of(x).copy(x) for key, x in arrays.items()}
+        if choice is None or choice.method == self.method:
+            for name, expected in store.looks.of_states().items():  # others: with a gradient
+                loaded = self.homes.own(name, entry(states, name, dict))
+                if problem := misfit(loaded, expected):
+                    raise refused(f"of {name!r} {problem}")
+        inconsistent: list[str] = []
+        if any(differing.values()) and (factor := saved.share(self.engine)) != 1:
+            inconsistent = [name for name, keys in differing.items() if keys]
+            for name in inconsistent:
+                states[name] |= {key: states[name][key] * factor for key in differing[name]}
+        self.abandon()
+        if choice is not None:
+            self.take_choice(choice)
+        self.step, self.epoch, self.seed = saved.step, saved.epoch, saved.seed
+        per_rank = {name: frozenset(keys) for name, keys in differing.items()}
+        store.replace(states, per_rank, inconsistent)
 
     def _memory(self) -> MemoryStore:
         if not isinstance(self.store, MemoryStore):

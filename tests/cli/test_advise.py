@@ -63,12 +63,6 @@ def test_one_rank_without_backward(capsys):
     assert text.count(" 1.00x ") == len(CANDIDATES)
 
 
-def test_a_picture(tmp_path, capsys):
-    main(["advise", "--picture", str(tmp_path / "steps.png")])
-    assert (tmp_path / "steps.png").stat().st_size > 10_000
-    assert "steps.png" in capsys.readouterr().out
-
-
 MODULE = """
 import torch
 def net():

@@ -7,11 +7,12 @@ import pytest
 
 from benchmarks.accounting import dense_bytes, dgc_paper_bytes, ratio
 from hvd_compress import DGC, Context, Gather
-from hvd_compress.advisor.shapes import alexnet, deep_speech, mobilenet_v2, ptb_lstm, resnet50
+from hvd_compress.advisor.shapes import mobilenet_v2, ptb_lstm, resnet50
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.reduce import Reducer
 from hvd_compress.wire import sparse_size
+from tests.published_models import alexnet, deep_speech
 
 MIB = 2**20
 

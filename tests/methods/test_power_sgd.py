@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from hvd_compress import ConfigError, Context, PowerSGD
-from hvd_compress.advisor.shapes import ptb_lstm, resnet18_cifar
+from hvd_compress.advisor.shapes import ptb_lstm
 from hvd_compress.backends import backend_of
 from hvd_compress.blocks import chain, error_feedback, power_sgd
 from hvd_compress.engines.base import alone
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.meetings.factors import orthonormal_rows
 from hvd_compress.requests import Sum
+from tests.published_models import resnet18_cifar
 
 M = np.array([[3.0, 0.0], [0.0, 1.0]])
 
