@@ -2,14 +2,13 @@
 
     python benchmarks/regret.py --picture results/regret.png
 
-In every cell the step of each method is computed from its measured pieces
-(`hvd_compress.advisor`). The advisor chooses, once knowing all exactly, and once with errors of
-10 % in rates, latencies and the methods' work.
+In every cell the step of each method is computed from its measured pieces.  The advisor chooses,
+once knowing all exactly, and once with errors of 10 % in all it knows: rates, latencies and the
+methods' work, each off by a random factor.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 from collections import Counter
@@ -19,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_compress.advisor import KEPT, Network, Piece, choose, kept, seconds_of
-from hvd_compress.cli.options import picture_file
+from hvd_compress.advisor import MODELS, Network, Piece, choose, kept, seconds_of
+from hvd_compress.cli.options import parser_of, picture_file
 
 #: bit/s, seconds, ranks, and seconds of backward
 BANDWIDTHS = (1e8, 1e9, 1e10, 1e11)
@@ -85,16 +84,14 @@ def cells(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--error", type=float, nargs="+", default=[0.0, 0.1], help="of what it knows"
     )
     parser.add_argument("--worst", type=int, default=10, help="cells to print")
     parser.add_argument("--picture", type=picture_file, help="draw the distribution of losses")
     options = parser.parse_args()
-    pieces = {model: kept(model) for model in KEPT}
+    pieces = {model: kept(model) for model in MODELS}
     regrets = {}
     for error in options.error:
         found = list(cells(pieces, error=error))

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability.kills import GOES_ON, METHODS, SLACK, START, Outcome
+from benchmarks.reliability.names import GOES_ON, KILLED, SLACK, START, Outcome
 from tests import jobs
 
 #: what happens, with the hosts before and after it, and the number of workers in the end
@@ -38,7 +38,7 @@ def one(name: str, accident: str, folder: Path, draw: random.Random) -> Outcome:
     count = len(before.splitlines())
     command = ["horovodrun", "--gloo", "-np", str(count), *_OPTIONS]
     command += ["--host-discovery-script", str(discover), sys.executable, "-m"]
-    command += ["benchmarks.reliability.elastic", str(folder), draw.choice(METHODS)]
+    command += ["benchmarks.reliability.elastic", str(folder), draw.choice(KILLED)]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command,

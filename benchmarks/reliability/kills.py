@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from benchmarks.reliability import elastic
+from benchmarks.reliability.names import GOES_ON, KILLED, SLACK, START, Outcome
 from tests import jobs
 from tests.cluster import Network, unavailable
 
-#: seconds: of the jobs' own time-outs, and what a busy machine may need beyond them
-TIMEOUT, SLACK = 8.0, 45.0
-START = 300.0
-METHODS = ["none", "topk:density=0.05", "onebit", "fp8"]
+#: seconds of the jobs' own time-outs
+TIMEOUT = 8.0
 _WORKER = "benchmarks.reliability.worker"
 
 
@@ -78,14 +78,6 @@ class Running:
         return self.log.read_text(errors="replace")
 
 
-class Outcome(NamedTuple):
-    """Of a run: ``word`` says what came of it, ``problem`` what should not have, or nothing."""
-
-    word: str
-    seconds: float
-    problem: str = ""
-
-
 def _command(kind: str, ranks: int, controller: str, *more: str) -> list[str]:
     if controller == "torchrun":
         start = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
@@ -107,7 +99,7 @@ class Job(NamedTuple):
 
 
 #: what may come of an accident
-GOES_ON, NAMED, ERROR, ENDED = "goes on", "error names it", "error", "launcher ends all"
+NAMED, ERROR, ENDED = "error names it", "error", "launcher ends all"
 _RECOVERY = ("--enable-recovery",)
 JOBS = {
     "horovod": Job(
@@ -174,14 +166,14 @@ def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
         (name, accident, number)
         for number in range(options.runs)
         for name in options.only
-        for accident in (_elastic().ACCIDENTS if name == "elastic" else JOBS[name].accidents)
+        for accident in (elastic.ACCIDENTS if name == "elastic" else JOBS[name].accidents)
         if accident in (options.accidents or [accident])
     ]
     with contextlib.suppress(KeyboardInterrupt):  # what was done by then counts
         for name, accident, number in tqdm(cases, ncols=90):
             draw = random.Random(f"{options.seed}-{name}-{accident}-{number}")
             with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-                one = _elastic().one if name == "elastic" else _one
+                one = elastic.one if name == "elastic" else _one
                 outcome = one(name, accident, Path(folder), draw)
             found.append({"job": name, "accident": accident, "number": number, **outcome._asdict()})
             if outcome.problem:
@@ -198,12 +190,6 @@ def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
         text = ", ".join(f"{count} {word}" for word, count in words.most_common())
         print(f"{job:14}{accident:15}{len(rows):4} runs: {text}; {longest:.1f} s at most")
     return found, problems
-
-
-def _elastic() -> Any:
-    from benchmarks.reliability import elastic
-
-    return elastic
 
 
 @contextlib.contextmanager
@@ -242,7 +228,7 @@ def _started(job: Job, accident: str, folder: Path, method: str) -> Iterator[tup
 
 def _one(name: str, accident: str, folder: Path, draw: random.Random) -> Outcome:
     job = JOBS[name]
-    with _started(job, accident, folder, draw.choice(METHODS)) as (running, network):
+    with _started(job, accident, folder, draw.choice(KILLED)) as (running, network):
         ranks = range(running.ranks)
 
         def all_train() -> bool:

@@ -14,13 +14,12 @@ from hvd_compress.advisor.advice import (
     step_of,
 )
 from hvd_compress.advisor.network import Network
-from hvd_compress.advisor.pieces import KEPT, Piece, kept, measured
+from hvd_compress.advisor.pieces import Piece, kept, measured
 from hvd_compress.advisor.shapes import MODELS, Shapes
 
 __all__ = [
     "ACCURACIES",
     "CANDIDATES",
-    "KEPT",
     "MODELS",
     "Candidate",
     "Network",

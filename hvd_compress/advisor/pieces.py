@@ -14,14 +14,14 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_compress.advisor.shapes import MODELS, Shapes, elements_of, sampled
+from hvd_compress.advisor.shapes import Shapes, elements_of, sampled
 from hvd_compress.agreement import Terms
 from hvd_compress.base import Array
 from hvd_compress.engines.base import alone
@@ -32,10 +32,8 @@ from hvd_compress.methods import PowerSGD, as_compressor
 from hvd_compress.reduce import Reducer
 from hvd_compress.reduce.buckets import BUCKET_BYTES
 
-#: models whose pieces are kept; others take minutes and gigabytes, and are measured when asked for
-KEPT = ("resnet50", "mobilenet_v2", "small_transformer", "ptb_lstm", "vgg16", "bert_base")
-#: measured on one core of the machine that docs/performance.md is about
-_FILE = Path(__file__).with_suffix(".json")
+#: of all models with a name, measured on one core of the machine that docs/performance.md is about
+FILE = Path(__file__).with_suffix(".json")
 #: far behind dense steps and warm-ups, which some methods begin with
 _LATE = 250_000
 #: random numbers that gradients repeat, since drawing takes longer than most methods
@@ -264,33 +262,9 @@ def kept(model: str) -> dict[str, Piece]:
     """Return the pieces of a model by method, as measured when they were made.
 
     Args:
-        model: one of ``KEPT``, which others are a ``KeyError`` for.
+        model: one of ``MODELS``, which others are a ``KeyError`` for.
     """
-    return {method: from_json(row) for method, row in json.loads(_FILE.read_text())[model].items()}
-
-
-def keep(methods: Sequence[str], models: Sequence[str]) -> None:
-    """Measure pieces, and write them into the file that :func:`kept` reads, as they come."""
-    # What few need, and everybody would wait for who imports the package.
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
-    from tqdm import tqdm
-
-    rows = json.loads(_FILE.read_text()) if _FILE.exists() else {}
-    rows = {name: rows.get(name, {}) for name in dict.fromkeys([*KEPT, *models])}
-    todo = [(model, method) for model in models for method in methods]
-    # Each in a process of its own: large arrays leave memory in pieces that others cannot use.
-    for model, method in tqdm(todo, ncols=90):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            piece = pool.submit(measured, method, MODELS[model]()).result()
-        rows[model][method] = to_json(piece)
-        # A line for each method, whose changes can be read.
-        models = []
-        for name, of_methods in rows.items():
-            lines = (f"  {json.dumps(m)}: {json.dumps(row)}" for m, row in of_methods.items())
-            models.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
-        _FILE.write_text("{\n" + ",\n".join(models) + "\n}\n")
+    return {method: from_json(row) for method, row in json.loads(FILE.read_text())[model].items()}
 
 
 def to_json(piece: Piece) -> dict[str, Any]:

@@ -115,11 +115,11 @@ def small_transformer() -> Shapes:
 #: models by the names that users write
 MODELS: dict[str, Callable[[], Shapes]] = {
     "resnet50": resnet50,
-    "vgg16": vgg16,
     "mobilenet_v2": mobilenet_v2,
-    "bert_base": bert_base,
     "small_transformer": small_transformer,
     "ptb_lstm": ptb_lstm,
+    "vgg16": vgg16,
+    "bert_base": bert_base,
 }
 
 

@@ -19,7 +19,6 @@ import numpy as np
 
 from hvd_compress.advisor import (
     CANDIDATES,
-    KEPT,
     MODELS,
     Candidate,
     Network,
@@ -34,6 +33,7 @@ from hvd_compress.advisor import (
 )
 from hvd_compress.advisor.network import rate_text
 from hvd_compress.advisor.shapes import Shapes
+from hvd_compress.cli.tables import text_table
 from hvd_compress.errors import ConfigError, SetupError
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -121,7 +121,7 @@ def pieces_of(model: str, fresh: bool) -> dict[str, Piece]:
     """Return what the methods cost for a model: what is kept of models with a name, or measured on
     this machine."""
     shapes = shapes_of(model)
-    if model in KEPT and not fresh:
+    if model in MODELS and not fresh:
         return kept(model)
     candidates: Iterable[Candidate] = CANDIDATES
     if sys.stderr.isatty() and importlib.util.find_spec("tqdm"):
@@ -213,38 +213,41 @@ def _print(
         print(f'Write compression="{best}": {gain:.1f} times as fast as fp16.')
     among = {candidate.method for candidate in allowed(accuracy)}
     chosen = [row for row in rows if row["method"] in among]
+    others = [row for row in rows if row["method"] not in among]
     if best != (first := chosen[0]["method"]):
         print(f"({first} gains less than 2 % for what it loses.)")
     header = (
-        f"{'compression=':<18} {'a step':>10} {'than fp16':>9} {'processor':>10} {'network':>10}"
-        f" {'bytes':>11}  {'pays below':<12} {'accuracy':<8} {'SGD':>5} {'AdamW':>6}"
+        *("compression=", "a step", "than fp16", "processor", "network", "bytes", "pays below"),
+        *("accuracy", "SGD", "AdamW"),
     )
-    print(f"\n{header}\n{'-' * len(header)}")
-    _print_rows(chosen, base)
-    if others := [row for row in rows if row["method"] not in among]:
-        print("These lose more, or nobody has measured how much:")
-        _print_rows(others, base)
+    lines = text_table(header, [_texts(row, base) for row in (*chosen, *others)]).splitlines()
+    if others:
+        lines.insert(2 + len(chosen), "These lose more, or nobody has measured how much:")
     print(
+        "",
+        *lines,
         "\nPays below: the bandwidth below which a step is shorter than in fp16. Processor: of one "
         'core a rank.\nAccuracy: "exact" but for 16 bits; "measured": no loss was seen; "feedback" '
         'sends later what it has not\nsent; "lossy" does not. SGD: points of accuracy lost on '
         "MNIST. AdamW: perplexity lost by a transformer.\n-: not measured. docs/accuracy.md says "
-        "how; compare with a short dense run of yours."
+        "how; compare with a short dense run of yours.",
+        sep="\n",
     )
 
 
-def _print_rows(rows: Sequence[Mapping[str, Any]], base: float) -> None:
-    for row in rows:
-        seconds, sgd, adamw, pays = (
-            row[k] for k in ("seconds", "lost_sgd", "lost_adamw", "break_even")
-        )
-        times = base / seconds if seconds else 1.0  # of one rank without backward
-        even = "-" if pays is None else "always" if math.isinf(pays) else rate_text(pays)
-        lost_sgd = "-" if sgd is None else f"{sgd:.2f}"
-        lost_adamw = "-" if adamw is None else f"{adamw:.1f} %"
-        milliseconds = (f"{1000 * row[key]:>7.1f} ms" for key in ("seconds", "processor", "wire"))
-        step, processor, wire = milliseconds
-        print(
-            f"{row['method']:<18} {step} {times:>8.2f}x {processor} {wire} {row['bytes']:>11,}"
-            f"  {even:<12} {row['accuracy']:<8} {lost_sgd:>5} {lost_adamw:>6}"
-        )
+def _texts(row: Mapping[str, Any], base: float) -> tuple[str, ...]:
+    seconds, sgd, adamw, pays = (
+        row[k] for k in ("seconds", "lost_sgd", "lost_adamw", "break_even")
+    )
+    return (
+        row["method"],
+        f"{1000 * seconds:.1f} ms",
+        f"{base / seconds if seconds else 1.0:.2f}x",  # of one rank without backward
+        f"{1000 * row['processor']:.1f} ms",
+        f"{1000 * row['wire']:.1f} ms",
+        f"{row['bytes']:,}",
+        "-" if pays is None else "always" if math.isinf(pays) else rate_text(pays),
+        row["accuracy"],
+        "-" if sgd is None else f"{sgd:.2f}",
+        "-" if adamw is None else f"{adamw:.1f} %",
+    )

@@ -12,6 +12,14 @@ from hvd_compress.integrations.launch import is_first
 ENDINGS = (".png", ".svg", ".pdf", ".jpg")
 
 
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help begins with the first line of a program's docstring."""
+    return argparse.ArgumentParser(
+        description=(doc or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+
+
 def picture_file(text: str) -> Path:
     """Return the path of a picture that is to be drawn, perhaps hours later: ``type=picture_file``.
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvd_compress.cli.tables import text_table
 from hvd_compress.errors import ConfigError, SetupError
 from hvd_compress.studies.stragglers import Delays, Row, rows_of
 
@@ -60,18 +61,21 @@ def stragglers(
 def _print_table(found: dict[int, list[Row]], delays: Delays, steps: int) -> None:
     distribution, spread = delays.distribution, delays.spread
     print(f"times of a step: {distribution}, mean 1, deviation {spread:g}; {steps} steps simulated")
-    header = (
-        f"{'workers':>7}  {'strategy':<15} {'time of a step':>14} {'simulated':>10}"
-        f" {'gradients used':>15} {'idle':>6} {'staleness':>10}"
-    )
-    print(f"\n{header}\n{'-' * len(header)}")
-    for n, rows in found.items():
-        for row in rows:
-            expected = "-" if math.isnan(row.expected) else f"{row.expected:.4f}"
-            print(
-                f"{n:>7}  {row.strategy:<15} {expected:>14} {row.simulated:>10.4f}"
-                f" {row.used:>15.2f} {row.idle:>6.1%} {row.staleness:>10.2f}"
-            )
+    header = "workers", "strategy", "time of a step", "simulated", "gradients used", "idle"
+    table = [
+        (
+            str(n),
+            row.strategy,
+            "-" if math.isnan(row.expected) else f"{row.expected:.4f}",
+            f"{row.simulated:.4f}",
+            f"{row.used:.2f}",
+            f"{row.idle:.1%}",
+            f"{row.staleness:.2f}",
+        )
+        for n, rows in found.items()
+        for row in rows
+    ]
+    print(f"\n{text_table((*header, 'staleness'), table)}")
     print(
         "\nTime of a step: between updates. Gradients used: by all workers, in the mean time of a "
         "step.\nIdle: waited, or computed for nothing. Staleness: updates since a gradient's "

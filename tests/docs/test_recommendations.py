@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import masking
 from hvd_compress import DGC, RandomK, TopK
-from hvd_compress.advisor import CANDIDATES, KEPT, Network, choose, kept
+from hvd_compress.advisor import CANDIDATES, MODELS, Network, choose, kept
 from hvd_compress.cli.main import main
 from mpi_examples.study import spread
 
@@ -73,7 +73,7 @@ def test_what_advise_says_of_losses_is_in_the_page(candidate):
 
 def test_advise_writes_no_method_that_loses():
     accuracies = {candidate.method: candidate.accuracy for candidate in CANDIDATES}
-    for model, ranks, rate in itertools.product(KEPT, (2, 16, 64), (1e8, 1e9, 1e10, 1e11)):
+    for model, ranks, rate in itertools.product(MODELS, (2, 16, 64), (1e8, 1e9, 1e10, 1e11)):
         chosen = choose(kept(model), Network(ranks, rate), backward=0.1)
         assert accuracies[chosen] in ("exact", "measured")
 
