@@ -10,7 +10,6 @@ The advisor knows the network as measured between these ranks, and the methods a
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
@@ -19,11 +18,10 @@ from tqdm import tqdm
 
 from hvd_compress.advisor import CANDIDATES, MODELS, choose, measured, step_of
 from hvd_compress.advisor.shapes import Shapes
+from hvd_compress.cli.options import parser_of
 from hvd_compress.integrations.launch import under_mpirun
 
-parser = argparse.ArgumentParser(
-    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-)
+parser = parser_of(__doc__)
 parser.add_argument("--models", nargs="+", default=["mobilenet_v2", "small_transformer"])
 parser.add_argument("--backward-ms", type=float, nargs="+", default=[0, 100])
 parser.add_argument("--rounds", type=int, default=5)

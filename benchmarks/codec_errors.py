@@ -9,7 +9,6 @@ before.  The error is that of the mean over its squared norm (vNMSE): 0 of an ex
 
 from __future__ import annotations
 
-import argparse
 import json
 import warnings
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from hvd_compress.cli.options import parser_of
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import NeedsTuning
 from hvd_compress.methods import as_compressor, method_names
@@ -29,9 +29,7 @@ from mpi_examples.models_text import LSTM, Transformer
 
 VARIANTS = ["fp8:format=e5m2", "linear:bits=6,column=256", "linear:bits=4,column=256"]
 
-parser = argparse.ArgumentParser(
-    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-)
+parser = parser_of(__doc__)
 parser.add_argument("--methods", nargs="+", default=[*method_names(), *VARIANTS], metavar="METHOD")
 parser.add_argument("--ranks", type=int, default=4)
 parser.add_argument("--steps", type=int, default=20, help="of AdamW before gradients are taken")

@@ -15,7 +15,6 @@ encode and decode them there, and copy the values back.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -25,11 +24,12 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import Context, codecs
+from hvd_compress.cli.options import parser_of
 from hvd_compress.codecs import base
 from hvd_compress.kernels import codecs as loops
 from hvd_compress.operators.at_random import own_generator
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser = parser_of(__doc__)
 parser.add_argument("--elements", type=int, default=25_500_000)
 parser.add_argument("--rounds", type=int, default=9)
 parser.add_argument("--threads", type=int, default=1)

@@ -17,7 +17,6 @@ link.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -26,11 +25,10 @@ from collections.abc import Callable
 import numpy as np
 from tqdm import tqdm
 
+from hvd_compress.cli.options import parser_of
 from hvd_compress.integrations.launch import under_mpirun
 
-parser = argparse.ArgumentParser(
-    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-)
+parser = parser_of(__doc__)
 parser.add_argument("--bytes", type=int, default=102_000_000, help="of the large array")
 parser.add_argument("--rounds", type=int, default=5, help="samples of each, large array")
 parser.add_argument("--small", type=int, nargs="*", default=[8, 1024, 16384, 262144])

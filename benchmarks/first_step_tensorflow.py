@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from hvd_compress.advisor.shapes import mobilenet_v2
+from hvd_compress.cli.options import parser_of
 from hvd_compress.integrations.launch import under_horovodrun
 
 METHODS = ["none", "fp16", "topk", "dgc", "onebit", "fp8", "powersgd:rank=2"]
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser = parser_of(__doc__)
 parser.add_argument("--ranks", type=int, default=2)
 parser.add_argument("--rounds", type=int, default=15, help="samples of an exchange")
 parser.add_argument("--batch", type=int, default=2, help="images of 224 x 224 in the first step")

@@ -12,7 +12,6 @@ take turns; the slowest rank counts.  Two more steps of each count waits and lau
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -27,13 +26,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress.advisor.shapes import MODELS
+from hvd_compress.cli.options import parser_of
 
 USUAL = ["none", "fp16", "powersgd:rank=2", "topk:density=0.01", "dgc", "onebit", "qsgd", "fp8"]
 #: cycles per millisecond of the clock that ``torch.cuda._sleep`` counts, about; "alone" says what
 #: it was
 CYCLES = 1_800_000
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser = parser_of(__doc__)
 parser.add_argument("--over", choices=("mpi", "ddp"), default="mpi")
 parser.add_argument("--model", choices=MODELS, default="resnet50", help="whose shapes")
 parser.add_argument("--methods", nargs="+", default=USUAL)

@@ -13,14 +13,14 @@ messages' sizes: of HSDP, its shard times the bytes of an element.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 
+from hvd_compress.cli.options import parser_of
 from hvd_compress.integrations.launch import under_mpirun
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser = parser_of(__doc__)
 parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
 parser.add_argument("--shards", type=int, default=2, help="ranks of a replica")
 parser.add_argument("--layers", type=int, default=8)

@@ -11,12 +11,12 @@ its beginning, for 16 of scikit-learn's digits.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 
 import numpy as np
 from sklearn.datasets import load_digits
 
+from hvd_compress.cli.options import parser_of
 from hvd_compress.wire.indices import best_parameter, gaps_of
 
 DENSITIES = (1e-4, 1e-3, 1e-2, 0.1, 0.5)
@@ -82,9 +82,7 @@ def gradient(width: int = 1024) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--elements", type=int, default=2**22)
     heading = None
     for label, indices, n in cases(parser.parse_args().elements):

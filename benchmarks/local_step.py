@@ -7,7 +7,6 @@ and the choice of the largest 0.1 %, beside the same arrays being read and writt
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
@@ -19,8 +18,9 @@ import numpy as np
 
 from hvd_compress import kernels
 from hvd_compress.advisor.shapes import resnet50
+from hvd_compress.cli.options import parser_of
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser = parser_of(__doc__)
 parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
 parser.add_argument("--threads", type=int, nargs="+", default=[1], help="on the CPU")
 parser.add_argument("--rounds", type=int, default=30)

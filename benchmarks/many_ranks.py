@@ -11,16 +11,14 @@ sends and receives.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
+from hvd_compress.cli.options import parser_of
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 
-parser = argparse.ArgumentParser(
-    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-)
+parser = parser_of(__doc__)
 add = parser.add_argument
 add("--methods", nargs="+", metavar="METHOD", default=[
     "fp16", "topk:density=0.01", "topk:density=0.01,algorithm=split_allgather",

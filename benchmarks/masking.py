@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.lockstep_mlp import Network, exchange
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
 from mpi_examples import accuracy
 from mpi_examples.accuracy import half_width
 from mpi_examples.data import Arrays, mnist, mnist_cache, mnist_folder
@@ -188,9 +188,7 @@ def rate(epoch: float, epochs: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each row")
     parser.add_argument("--data-dir", default=str(mnist_cache()), help="with MNIST's files")

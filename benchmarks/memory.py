@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from hvd_compress.cli.options import parser_of
 from hvd_compress.integrations.launch import under_horovodrun
 from hvd_compress.methods import as_compressor, method_names
 
@@ -31,7 +32,7 @@ COLUMNS = ("resident", "peak")
 #: beside the methods: no exchange at all, and Horovod's own optimizer
 PLAIN = ["SGD alone", "Horovod dense", "Horovod fp16"]
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser = parser_of(__doc__)
 parser.add_argument("--methods", nargs="+", default=[*PLAIN, *method_names()], metavar="METHOD")
 parser.add_argument("--side", type=int, default=2500, help="of the eight matrices")
 parser.add_argument("--steps", type=int, default=6)

@@ -15,7 +15,6 @@ without measuring, for another network if you like.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -28,12 +27,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
 from hvd_compress.integrations.launch import under_mpirun
 
-parser = argparse.ArgumentParser(
-    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-)
+parser = parser_of(__doc__)
 add = parser.add_argument
 add("--rounds", type=int, default=7, help="samples of each point; three if they take seconds")
 add("--predict", type=int, nargs="*", default=[64, 256, 1024], help="numbers of ranks")

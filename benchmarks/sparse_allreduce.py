@@ -20,7 +20,6 @@ received by every rank (Li and Hoefler, 2022).
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
@@ -31,11 +30,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from hvd_compress.cli.options import parser_of
 from hvd_compress.integrations.launch import under_mpirun
 
-parser = argparse.ArgumentParser(
-    description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-)
+parser = parser_of(__doc__)
 parser.add_argument("--elements", type=int, default=25_557_032)
 parser.add_argument("--density", type=float, default=0.001)
 parser.add_argument("--rounds", type=int, default=7, help="samples of each")

@@ -38,13 +38,13 @@ from steps_report import Row, drawn, in_page, kept, lines, read, tables
 from tqdm import tqdm
 
 from hvd_compress.advisor.shapes import MODELS
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.launch import is_first, under_horovodrun
 
 CLUSTER = Path(__file__).resolve().parents[1] / "tests" / "cluster"
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser = parser_of(__doc__)
 add = parser.add_argument
 add("--framework", choices=["torch", "tensorflow"], default="torch")
 add("--model", choices=MODELS, default="resnet50", help="whose shapes")

@@ -11,7 +11,6 @@ train_text.py.  What was trained is kept in ``--results`` and not trained again.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -32,6 +31,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from hvd_compress import Compressor, as_compressor, optimizers
+from hvd_compress.cli.options import parser_of
 from hvd_compress.config import build, lookup, names
 from hvd_compress.engines.lockstep import World
 from hvd_compress.optimizers import Now
@@ -452,9 +452,7 @@ def table(name: str, runs: dict[str, list[dict[str, float]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=sorted(TASKS), default=sorted(TASKS))
     parser.add_argument("--compression", nargs="+", default=["dgc", "dgc:compact"])
     parser.add_argument("--seeds", type=int, default=5)

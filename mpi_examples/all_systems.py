@@ -26,7 +26,7 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.data import digits
@@ -37,9 +37,7 @@ RANKS, BATCH = 4, 64
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS], metavar="SYSTEM"
     )
@@ -64,7 +62,7 @@ from mpi4py import MPI
 from torch.nn import functional
 
 import hvd_compress.torch.mpi as hvd
-from mpi_examples.models import cnn
+from mpi_examples.models import accuracy, cnn
 from mpi_examples.report import label, save
 from mpi_examples.system_trainers import trainer_of
 
@@ -115,11 +113,9 @@ def train(name: str, seed: int) -> Run:
     seconds = time.perf_counter() - start
     sent = trainer.sent()  # before an average at the end, which any method pays once
     trainer.finish()
-    with torch.no_grad():
-        right = (model(x_test).argmax(1) == y_test).float().mean().item()
     if before is None:  # on a server, which sends evenly
         before = sent * 3 / 4
-    every = world.allgather((100 * right, sent, sent - before))
+    every = world.allgather((accuracy(model, x_test, y_test), sent, sent - before))
     accuracies, sents, lates = zip(*every, strict=True)
     if not system.differs and len(set(accuracies)) > 1:
         raise SystemExit(f"{name}: the ranks' models differ")

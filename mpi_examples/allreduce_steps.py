@@ -21,16 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
 from hvd_compress.integrations.launch import under_mpirun
 
 ALGORITHMS = ("ring", "halving_doubling", "direct")
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
     parser.add_argument(
         "--algorithms",

@@ -37,8 +37,7 @@ from hvd_compress.blocks import (
     scaled_sign,
     top_k,
 )
-from hvd_compress.cli.options import picture_file
-from hvd_compress.engines.base import alone
+from hvd_compress.cli.options import parser_of, picture_file
 from hvd_compress.engines.lockstep import World
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.operators.base import Classes
@@ -49,9 +48,7 @@ from mpi_examples.study import check_counts
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
     parser.add_argument("--mpi", action="store_true", help="ranks are processes, over MPI")
     parser.add_argument(
@@ -99,8 +96,7 @@ class Lockstep:
     rank, size = 0, options.ranks
 
     def begin(self, compressor: Compressor) -> None:
-        self.counter = Counter(compressor)
-        self.world = World(self.counter, self.size)
+        self.world = World(compressor, self.size)
 
     def step(self, gradient_of: Callable[[int], np.ndarray]) -> np.ndarray:
         gradients = [gradient_of(rank) for rank in range(self.size)]
@@ -108,28 +104,10 @@ class Lockstep:
 
     @property
     def bytes_sent(self) -> int:
-        return self.counter.bytes_sent
+        return self.world.record.bytes_sent
 
     def agree(self, value: Any) -> Any:
         return value
-
-
-class Counter:
-    """A compressor that counts what rank 0 sends."""
-
-    def __init__(self, compressor: Compressor) -> None:
-        self.compressor, self.bytes_sent = compressor, 0
-        self.init, self.needs_gradient_norm = compressor.init, compressor.needs_gradient_norm
-
-    def for_tensor(self, name: str, shape: tuple[int, ...]) -> Counter:
-        return self
-
-    def exchange(self, gradient: np.ndarray, state: Any, context: Any) -> Any:
-        def count(request: Any, reply: Any) -> None:
-            if context.rank == 0:
-                self.bytes_sent += request.nbytes
-
-        return (yield from alone(self.compressor.exchange(gradient, state, context), count))
 
 
 class OverMpi:

@@ -12,6 +12,7 @@ import numpy as np
 
 from hvd_compress import EF21, Compressor
 from hvd_compress.blocks import allgather, chain, error_feedback, rounding, top_k
+from hvd_compress.cli.tables import text_table
 from hvd_compress.engines.lockstep import World
 from mpi_examples.report import save
 
@@ -64,13 +65,7 @@ def favourite(paths: list[Run]) -> Run:
 def table(rows: dict[str, list[str]]) -> str:
     head = ["delta", "B/step", *(f"to 1e{math.log10(target):.0f}" for target in TARGETS)]
     head += ["lowest", "step*L", "theory", "its error"]
-    width = max(map(len, rows))
-    lines = [f"{'operator':{width}}" + "".join(f" {word:>9}" for word in head)]
-    lines.append("-" * len(lines[0]))
-    lines += [
-        f"{name:{width}}" + "".join(f" {word:>9}" for word in row) for name, row in rows.items()
-    ]
-    return "\n".join(lines)
+    return text_table(("operator", *head), [(name, *row) for name, row in rows.items()])
 
 
 HESSIAN = np.array([1, 3.25, 5.5, 7.75, 10])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Iterator
@@ -22,13 +23,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
+from hvd_compress.cli.tables import text_table
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.accuracy import RANKS, TASKS
-from mpi_examples.study import check_counts, rate, spread
+from mpi_examples.study import check_counts, each_run, rate, spread
 
 METHODS = ("dense", "dgc", "diloco", "diloco+dgc", "leader_sgd")
 
@@ -48,9 +49,7 @@ RATES = {
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=RATES, default=[*RATES], metavar="TASK")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
     parser.add_argument("--steps", type=int, default=24, help="of each run")
@@ -93,7 +92,7 @@ class Run:
     sent: list[float]  # bytes of a rank so far, one a step
 
 
-def train(name: str, method: str, seed: int, bar: tqdm) -> Run:
+def train(name: str, method: str, seed: int) -> Run:
     torch.manual_seed(seed)
     task, rates = TASKS[name](seed), RATES[name]
     model, lr, clip = task.model, rates.lr, rates.clip
@@ -124,8 +123,6 @@ def train(name: str, method: str, seed: int, bar: tqdm) -> Run:
             optimizer.step()
         losses.append(loss.item())
         sent.append(owner.stats().total.bytes_sent)
-        bar.set_postfix_str(f"{name}, {method}, seed {seed}", refresh=False)
-        bar.update()
     if is_local:
         optimizer.synchronize_parameters()  # which any method pays once
     model.eval()
@@ -145,22 +142,21 @@ def batches(task: Any, seed: int) -> Iterator[Any]:
 
 def table(name: str, runs: dict[str, list[Run]]) -> str:
     """One row a method; ratios are to the gradient in every step."""
-    measure, width = TASKS[name].measure, max(map(len, METHODS))
+    measure, rows = TASKS[name].measure, []
     dense = 4 * sum(p.numel() for p in TASKS[name](0).model.parameters())
-    header = (
-        f"{'method':<{width}} {'sent a step':>12} {'ratio':>8} {'test loss':>18}"
-        f" {'test ' + measure.name:>20}"
-    )
-    lines = [f"{name}: {dense // 4:,} parameters", header, "-" * len(header)]
     for method, group in runs.items():
         sent = statistics.mean(run.sent[-1] / len(run.sent) for run in group)
-        ratio = f"{dense / sent:.1f}x" if sent else "-"
-        lines.append(
-            f"{method:<{width}} {human_bytes(sent):>12} {ratio:>8}"
-            f" {spread([run.test_loss for run in group], 3):>18}"
-            f" {spread([run.score for run in group]) + measure.unit:>20}"
+        rows.append(
+            (
+                method,
+                human_bytes(sent),
+                f"{dense / sent:.1f}x" if sent else "-",
+                spread([run.test_loss for run in group], 3),
+                spread([run.score for run in group]) + measure.unit,
+            )
         )
-    return "\n".join(lines)
+    header = "method", "sent a step", "ratio", "test loss", f"test {measure.name}"
+    return f"{name}: {dense // 4:,} parameters\n{text_table(header, rows)}"
 
 
 def picture(runs: dict[str, dict[str, list[Run]]]) -> None:
@@ -188,14 +184,10 @@ def main() -> None:
     torch.set_num_threads(1)
     if world.size != RANKS:
         raise SystemExit(f"start {RANKS} ranks: batches are dealt to so many")
-    total = options.steps * options.seeds * len(options.methods) * len(options.tasks)
-    found: dict[str, dict[str, list[Run]]] = {
-        name: {method: [] for method in options.methods} for name in options.tasks
+    found = {
+        name: each_run(options.methods, options.seeds, functools.partial(train, name), world.rank)
+        for name in options.tasks
     }
-    with tqdm(total=total, unit="step", disable=world.rank != 0, ncols=90, mininterval=1) as bar:
-        for name, methods in found.items():
-            for seed, method in itertools.product(range(options.seeds), methods):
-                methods[method].append(train(name, method, seed, bar))
     if world.rank:
         return
     print(

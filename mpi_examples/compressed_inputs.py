@@ -32,7 +32,7 @@ from hvd_compress.blocks import (
     scaled_sign,
     top_k,
 )
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.reduce import Reducer
 from hvd_compress.studies.step_sizes import kept_by_top_k
@@ -46,9 +46,7 @@ LEVELS = 7
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--elements", type=int, default=100_000, help="of an input that is drawn")
     parser.add_argument("--draws", type=int, default=5, help="of each input")
     parser.add_argument("--steps", type=int, default=50, help="before the gradient is taken")

@@ -20,14 +20,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
 from hvd_compress.integrations.launch import under_mpirun
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
     parser.add_argument(
         "--bytes",

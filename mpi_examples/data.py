@@ -39,6 +39,15 @@ def digits(seed: int) -> Arrays:
     return (x - x.mean()) / x.std(), (x_test - x.mean()) / x.std(), y, y_test
 
 
+def share(images: int, seed: int, epoch: int, rank: int, size: int, batch_size: int) -> np.ndarray:
+    """The numbers of the images of one rank in each step of an epoch, of shape (steps, batch)."""
+    steps = images // size // batch_size
+    if not steps:
+        raise SystemExit("no full batch for each rank: use a smaller --batch-size")
+    order = np.random.default_rng([seed, epoch]).permutation(images)
+    return order[rank::size][: steps * batch_size].reshape(steps, batch_size)
+
+
 def mnist_cache() -> Path:
     """The folder that ``python -m benchmarks.fetch_mnist`` puts MNIST's files in."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from tqdm import tqdm
 
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
 from hvd_compress.errors import ConfigError
 from hvd_compress.studies import decentralized as theory
 from hvd_compress.systems.graphs import (
@@ -43,9 +43,7 @@ class Point(NamedTuple):
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     graphs = ["line", "cycle", "grid:rows=4", "complete"]
     parser.add_argument("--graphs", nargs="+", default=graphs, metavar="GRAPH")
     parser.add_argument("--nodes", type=int, default=20)

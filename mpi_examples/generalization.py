@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
 from hvd_compress.integrations.launch import under_mpirun
 from mpi_examples.data import digits
 from mpi_examples.generalization_report import Study, picture, tables
@@ -51,9 +51,7 @@ LOSS, EPOCHS = 0.01, 150
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--grid", choices=GRIDS, default="quick", help="networks to train")
     parser.add_argument("--examples", type=int, default=400, help="digits to train on, of 1797")
     parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from hvd_compress.cli.tables import text_table
 from hvd_compress.stats import human_bytes
 from mpi_examples.report import save
 from mpi_examples.study import spread
@@ -47,24 +48,23 @@ class Run:
     sent: int
 
 
-def table(runs: Mapping[tuple[str, str], list[Run]]) -> str:
+def table(runs: Mapping[str, list[Run]]) -> str:
     """One row for each recipe and compression."""
-    width = max(len(recipe.says) for recipe in RECIPES.values())
-    across = max(len("compression"), *(len(text) for _, text in runs))
-    header = (
-        f"{'recipe':<7} {'':<{width}} {'compression':<{across}} {'test accuracy':>16}"
-        f" {'training loss':>14} {'steps':>6} {'sent in all':>12}"
-    )
-    lines = [header, "-" * len(header)]
-    for (name, text), group in runs.items():
-        found = spread([run.accuracy for run in group])
-        lines.append(
-            f"{name:<7} {RECIPES[name].says:<{width}} {text:<{across}}"
-            f" {found + ' %':>16}"
-            f" {statistics.mean(run.loss for run in group):>14.4f} {group[0].steps:>6}"
-            f" {human_bytes(group[0].sent):>12}"
+    rows = []
+    for cell, group in runs.items():
+        name, _, compression = cell.partition(" ")
+        rows.append(
+            (
+                f"{name:<7} {RECIPES[name].says}",
+                compression,
+                spread([run.accuracy for run in group]) + " %",
+                f"{statistics.mean(run.loss for run in group):.4f}",
+                str(group[0].steps),
+                human_bytes(group[0].sent),
+            )
         )
-    return "\n".join(lines)
+    header = "recipe", "compression", "test accuracy", "training loss", "steps", "sent in all"
+    return text_table(header, rows)
 
 
 def picture(

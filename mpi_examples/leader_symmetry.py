@@ -8,13 +8,12 @@ at 1 and -1, and between them, at 0, is the top of a hill.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
 from hvd_compress.systems import Ranks, TrainingMethod
 from hvd_compress.systems.rounds import EASGD, LeaderSGD
 from mpi_examples.report import save
@@ -45,9 +44,7 @@ def descend(method: TrainingMethod, start: list[float], lr: float, steps: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--rho", type=float, default=1.5, help="strength of the pull")
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=1500)

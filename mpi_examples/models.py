@@ -35,6 +35,12 @@ def mlp(shape: tuple[int, int, int], classes: int) -> nn.Module:
     )
 
 
+@torch.no_grad()
+def accuracy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    """Percent of the images whose labels the model finds."""
+    return 100 * (model.eval()(x).argmax(1) == y).float().mean().item()
+
+
 class _Block(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

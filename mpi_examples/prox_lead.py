@@ -17,6 +17,7 @@ from collections.abc import Callable
 import numpy as np
 from tqdm import tqdm
 
+from hvd_compress.cli.options import parser_of
 from hvd_compress.errors import ConfigError
 from hvd_compress.studies.estimators import LSVRG, SAGA
 from hvd_compress.systems.graphs import (
@@ -43,9 +44,7 @@ Gradient = Callable[[int, np.ndarray, int], np.ndarray]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     names = [*METHODS]
     parser.add_argument("--methods", nargs="+", choices=names, default=names, metavar="METHOD")
     parser.add_argument("--topology", default="cycle")

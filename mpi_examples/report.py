@@ -20,8 +20,10 @@ from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 from PIL import Image
 
+from hvd_compress.cli.tables import text_table
 from hvd_compress.stats import human_bytes
 from mpi_examples.budget import reason
+from mpi_examples.study import spread
 
 # Where to write beside a point: right, left, above and below it, at its corners, then between.
 _DIRECTIONS = np.array(
@@ -93,30 +95,28 @@ class Run:
 def table(runs: list[Run]) -> str:
     """One row a method: the final score, bytes of the whole run and of its last epoch, and time."""
     groups, measure = by_method(runs), runs[0].measure
-    width = max(len("method"), *map(len, groups))
-    seeds = max(map(len, groups.values()))
-    header = (
-        f"{'method':<{width}} {'test ' + measure.name:>18} {'sent a step':>12} {'ratio':>7}"
-        f" {'in last epoch':>14} {'ratio':>7} {'time a step':>12}"
-    )
-    rows = [header, "-" * len(header)]
+    rows = []
     for method, group in groups.items():
-        final = [run.final for run in group]
-        score = measure.text(statistics.mean(final))
-        if len(final) > 1:
-            score = f"{statistics.mean(final):.2f} +- {measure.text(statistics.stdev(final))}"
         dense = group[0].dense_bytes / group[0].steps
         whole = statistics.mean(run.bytes_a_step for run in group)
         late = statistics.mean(run.bytes_a_late_step for run in group)
-        milliseconds = statistics.median(1000 * run.seconds / run.steps for run in group)
         rows.append(
-            f"{method:<{width}} {score:>18} {human_bytes(whole):>12} {dense / whole:>6.1f}x"
-            f" {human_bytes(late):>14} {dense / late:>6.1f}x {milliseconds:>9.1f} ms"
+            (
+                method,
+                spread([run.final for run in group]) + measure.unit,
+                human_bytes(whole),
+                f"{dense / whole:.1f}x",
+                human_bytes(late),
+                f"{dense / late:.1f}x",
+                f"{statistics.median(1000 * run.seconds / run.steps for run in group):.1f} ms",
+            )
         )
-    rows.append(
+    header = "method", f"test {measure.name}", "sent a step", "ratio", "in last epoch", "ratio"
+    seeds = max(map(len, groups.values()))
+    end = (
         f"{seeds} runs a method; +- is one standard deviation" if seeds > 1 else "one run a method"
     )
-    return "\n".join(rows)
+    return f"{text_table((*header, 'time a step'), rows)}\n{end}"
 
 
 def reached(runs: list[Run], points: float = 1.0) -> str:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from tqdm import tqdm
+
+Run = TypeVar("Run")
 
 
 def check_counts(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
@@ -13,6 +18,20 @@ def check_counts(parser: argparse.ArgumentParser, options: argparse.Namespace, *
     for name in names:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+
+
+def each_run(
+    names: Iterable[str], seeds: int, train: Callable[[str, int], Run], rank: int
+) -> dict[str, list[Run]]:
+    """Train each with every seed, and return the runs by name; rank 0 shows a bar."""
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    with tqdm(total=len(runs) * seeds, unit="run", disable=rank != 0, ncols=90) as bar:
+        for seed in range(seeds):
+            for name, group in runs.items():
+                bar.set_postfix_str(f"{name}, seed {seed}")
+                group.append(train(name, seed))
+                bar.update()
+    return runs
 
 
 def rate(done: float) -> float:

@@ -18,13 +18,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
+from hvd_compress.cli.tables import text_table
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
-from mpi_examples.data import digits
-from mpi_examples.study import check_counts, spread
+from mpi_examples.data import digits, share
+from mpi_examples.study import check_counts, each_run, spread
 
 METHODS = (
     "dense",
@@ -38,9 +37,7 @@ METHODS = (
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3, help="runs per method")
@@ -67,13 +64,12 @@ def arguments() -> argparse.Namespace:
 options = arguments()
 under_mpirun(options.ranks)
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch.nn import functional
 
 import hvd_compress.torch.mpi as hvd
-from mpi_examples.models import cnn
+from mpi_examples.models import accuracy, cnn
 
 world = MPI.COMM_WORLD
 
@@ -100,7 +96,7 @@ def codistilled(method: str, model: Any) -> Any:
     )
 
 
-def train(method: str, seed: int, bar: tqdm) -> Run:
+def train(method: str, seed: int) -> Run:
     torch.set_num_threads(1)
     torch.manual_seed(seed if method == "dense" else 1000 * seed + world.rank)
     x, x_test, y, y_test = map(torch.from_numpy, digits(seed))
@@ -111,14 +107,12 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
         optimizer = hvd.DistributedOptimizer(optimizer, compression="none")
     elif method != "alone":
         codistillation = codistilled(method, model)
-    batches = len(x) // world.size // options.batch_size
-    if not batches:
-        raise SystemExit("no full batch for each rank: use a smaller --batch-size")
-    steps = batches * options.epochs
+    # Those that exchange predictions have the same examples.
+    rank = 0 if method.startswith("predictions") else world.rank
+    steps = 0
     for epoch in range(options.epochs):
-        order = np.random.default_rng([seed, epoch]).permutation(len(x))
-        mine = order if method.startswith("predictions") else order[world.rank :: world.size]
-        for batch in mine[: batches * options.batch_size].reshape(batches, -1):
+        for batch in share(len(x), seed, epoch, rank, world.size, options.batch_size):
+            steps += 1
             optimizer.zero_grad()
             logits = model(x[batch])
             loss = functional.cross_entropy(logits, y[batch])
@@ -126,32 +120,28 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
                 loss = codistillation.loss(loss, logits, x[batch])
             loss.backward()
             optimizer.step()
-        bar.set_postfix_str(f"{method}, seed {seed}")
-        bar.update()
-    with torch.no_grad():
-        right = (model.eval()(x_test).argmax(1) == y_test).float().mean().item()
     owner = optimizer.compression if method == "dense" else codistillation
     sent = owner.stats().total.bytes_sent if owner else 0
     exchanges = steps if method == "dense" else owner.exchanges if owner else 0
-    every_rank = world.allgather((100 * right, sent))
-    accuracy, sent = (statistics.mean(column) for column in zip(*every_rank, strict=True))
-    return Run(accuracy, exchanges, steps, sent)
+    every_rank = world.allgather((accuracy(model, x_test, y_test), sent))
+    right, sent = (statistics.mean(column) for column in zip(*every_rank, strict=True))
+    return Run(right, exchanges, steps, sent)
 
 
 def table(runs: dict[str, list[Run]]) -> str:
     """One row a method."""
-    width = max(map(len, runs))
-    header = f"{'method':<{width}} {'test accuracy':>16} {'exchanges':>13} {'sent a step':>12}"
-    lines = [header, "-" * len(header)]
+    rows = []
     for method, group in runs.items():
-        found = spread([run.accuracy for run in group])
         steps = group[0].steps
-        sent = statistics.mean(run.sent for run in group) / steps
-        lines.append(
-            f"{method:<{width}} {found + ' %':>16}"
-            f" {f'{group[0].exchanges} of {steps}':>13} {human_bytes(sent):>12}"
+        rows.append(
+            (
+                method,
+                spread([run.accuracy for run in group]) + " %",
+                f"{group[0].exchanges} of {steps}",
+                human_bytes(statistics.mean(run.sent for run in group) / steps),
+            )
         )
-    return "\n".join(lines)
+    return text_table(("method", "test accuracy", "exchanges", "sent a step"), rows)
 
 
 def draw(runs: dict[str, list[Run]], path: Path) -> None:
@@ -176,12 +166,7 @@ def draw(runs: dict[str, list[Run]], path: Path) -> None:
 
 def main() -> None:
     hvd.init()
-    total = options.epochs * options.seeds * len(options.methods)
-    runs: dict[str, list[Run]] = {method: [] for method in options.methods}
-    with tqdm(total=total, unit="epoch", disable=world.rank != 0, ncols=90, mininterval=1) as bar:
-        for seed in range(options.seeds):
-            for method, group in runs.items():
-                group.append(train(method, seed, bar))
+    runs = each_run(options.methods, options.seeds, train, world.rank)
     if world.rank:
         return
     print(

@@ -17,14 +17,14 @@ import statistics
 import time
 from typing import Any
 
-from tqdm import tqdm
-
+from hvd_compress.cli.options import parser_of
+from hvd_compress.cli.tables import text_table
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from hvd_compress.systems.graphs import ExactDiffusion, blockwise
 from mpi_examples.data import digits
-from mpi_examples.study import check_counts, spread
+from mpi_examples.study import check_counts, each_run, spread
 
 METHODS = (
     "dense",
@@ -39,9 +39,7 @@ METHODS = (
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
     parser.add_argument(
         "--topology", default="line", help='undirected, such as "cycle" or "grid:rows=2"'
@@ -75,6 +73,7 @@ from torch.nn import functional
 
 import hvd_compress.torch.mpi as hvd
 from mpi_examples.local_methods import over_a_graph
+from mpi_examples.models import accuracy
 
 world = MPI.COMM_WORLD
 
@@ -118,7 +117,7 @@ def places(labels: np.ndarray) -> np.ndarray:
     return order[world.rank * count :][:count]
 
 
-def train(name: str, seed: int, bar: tqdm) -> Run:
+def train(name: str, seed: int) -> Run:
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     x, x_test, y, y_test = digits(seed)
@@ -137,58 +136,50 @@ def train(name: str, seed: int, bar: tqdm) -> Run:
             optimizer.zero_grad()
             functional.cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
-        bar.set_postfix_str(f"{name}, seed {seed}")
-        bar.update()
     steps *= options.epochs
     milliseconds = 1000 * (time.perf_counter() - start) / steps
     # Counted before the average at the end.
     sent = [total / steps for total in world.allgather(counter.stats().total.bytes_sent)]
-
-    def accuracy() -> float:
-        with torch.no_grad():
-            right = model(torch.from_numpy(x_test)).argmax(1) == torch.from_numpy(y_test)
-        return 100 * right.float().mean().item()
-
-    worst = min(world.allgather(accuracy()))
+    unseen = torch.from_numpy(x_test), torch.from_numpy(y_test)
+    worst = min(world.allgather(accuracy(model, *unseen)))
     before = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     hvd.average_parameters(model.parameters())
     mean = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     squares = world.allgather(float((before - mean).square().sum() / mean.square().sum()))
     return Run(
-        accuracy(), worst, statistics.mean(squares) ** 0.5, statistics.mean(sent), max(sent),
+        accuracy(model, *unseen),
+        worst,
+        statistics.mean(squares) ** 0.5,
+        statistics.mean(sent),
+        max(sent),
         milliseconds,
-    )  # fmt: skip
+    )
 
 
 def table(runs: dict[str, list[Run]], dense: int) -> str:
     """One row a method; ``dense`` is the bytes of the parameters."""
-    width = max(len("method"), *map(len, runs))
-    header = (
-        f"{'method':<{width}} {'average model':>16} {'worst of ranks':>16} {'distance':>9}"
-        f" {'sent a step':>12} {'by busiest':>11} {'of dense':>9} {'time a step':>12}"
-    )
-    lines = [header, "-" * len(header)]
+    rows = []
     for name, group in runs.items():
         sent = statistics.mean(run.mean_bytes for run in group)
-        most = statistics.mean(run.most_bytes for run in group)
-        lines.append(
-            f"{name:<{width}} {spread([run.average for run in group]) + ' %':>16}"
-            f" {spread([run.worst for run in group]) + ' %':>16}"
-            f" {statistics.mean(run.distance for run in group):>9.1e}"
-            f" {human_bytes(sent):>12} {human_bytes(most):>11} {sent / dense:>8.2f}x"
-            f" {statistics.median(run.milliseconds for run in group):>9.1f} ms"
+        rows.append(
+            (
+                name,
+                spread([run.average for run in group]) + " %",
+                spread([run.worst for run in group]) + " %",
+                f"{statistics.mean(run.distance for run in group):.1e}",
+                human_bytes(sent),
+                human_bytes(statistics.mean(run.most_bytes for run in group)),
+                f"{sent / dense:.2f}x",
+                f"{statistics.median(run.milliseconds for run in group):.1f} ms",
+            )
         )
-    return "\n".join(lines)
+    header = "method", "average model", "worst of ranks", "distance", "sent a step", "by busiest"
+    return text_table((*header, "of dense", "time a step"), rows)
 
 
 def main() -> None:
     hvd.init()
-    runs: dict[str, list[Run]] = {name: [] for name in options.methods}
-    total = options.epochs * options.seeds * len(runs)
-    with tqdm(total=total, unit="epoch", disable=world.rank != 0, ncols=90, mininterval=1) as bar:
-        for seed in range(options.seeds):
-            for name, group in runs.items():
-                group.append(train(name, seed, bar))
+    runs = each_run(options.methods, options.seeds, train, world.rank)
     if world.rank:
         return
     dense = 4 * sum(p.numel() for p in network().parameters())

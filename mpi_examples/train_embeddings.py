@@ -18,20 +18,18 @@ import functools
 import math
 import statistics
 
-from tqdm import tqdm
-
 from hvd_compress import NoCompression
+from hvd_compress.cli.options import parser_of
+from hvd_compress.cli.tables import text_table
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
-from mpi_examples.study import check_counts, spread
+from mpi_examples.study import check_counts, each_run, spread
 
 ROWS = ("whole", "float16", "int8", "top:0.1", "top:0.1:int8")
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", nargs="+", default=ROWS, metavar="ROWS", help="how to send them")
     parser.add_argument("--words", type=int, default=5000, help="that are known")
     parser.add_argument("--width", type=int, default=64, help="numbers of a word")
@@ -151,29 +149,18 @@ def train(rows: str, seed: int) -> Run:
 
 def table(runs: dict[str, list[Run]]) -> str:
     """One row for each way to send rows."""
-    width = max(map(len, runs))
-    header = f"{'rows':<{width}} {'test loss':>16} {'sent a step':>12} {'ratio':>7}"
-    lines = [header, "-" * len(header)]
+    lines = []
     first = statistics.mean(run.sent for run in next(iter(runs.values())))
     for rows, group in runs.items():
         sent = statistics.mean(run.sent for run in group)
         loss = spread([run.loss for run in group], 3)
-        ratio = f"{first / sent:.1f}x"
-        lines.append(f"{rows:<{width}} {loss:>16} {human_bytes(sent):>12} {ratio:>7}")
-    return "\n".join(lines)
+        lines.append((rows, loss, human_bytes(sent), f"{first / sent:.1f}x"))
+    return text_table(("rows", "test loss", "sent a step", "ratio"), lines)
 
 
 if __name__ == "__main__":
     hvd.init()
-    bar = tqdm(
-        total=len(options.rows) * options.seeds, unit="run", disable=world.rank != 0, ncols=90
-    )
-    runs: dict[str, list[Run]] = {rows: [] for rows in options.rows}
-    for seed in range(options.seeds):
-        for rows in options.rows:
-            runs[rows].append(train(rows, seed))
-            bar.update()
-    bar.close()
+    runs = each_run(options.rows, options.seeds, train, world.rank)
     if world.rank == 0:
         print(f"\n{world.size} ranks, {options.steps} steps, {options.seeds} seeds")
         dense = human_bytes(runs[options.rows[0]][0].dense)

@@ -16,17 +16,16 @@ import argparse
 import dataclasses
 import statistics
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from hvd_compress import as_compressor
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
 from hvd_compress.errors import CompressionError
 from hvd_compress.integrations.launch import under_mpirun
 from mpi_examples.data import digits
 from mpi_examples.large_batch_report import RECIPES, Run, picture, table
-from mpi_examples.study import check_counts
+from mpi_examples.study import check_counts, each_run
 
 #: curves of the picture
 DRAWN = ("large", "linear", "warmup", "lamb")
@@ -35,9 +34,7 @@ RATES = {"SGD": 0.05, "LARS": 0.05, "LAMB": 0.02}
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES], metavar="NAME")
     parser.add_argument("--compression", nargs="+", default=["none"])
     parser.add_argument("--small", type=int, default=32, help="examples a step, of all ranks")
@@ -76,6 +73,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import ChainedScheduler, MultiStepLR
 
 import hvd_compress.torch.mpi as hvd
+from mpi_examples.models import accuracy
 
 world = MPI.COMM_WORLD
 
@@ -115,11 +113,11 @@ class Task:
 
     @torch.no_grad()
     def result(self, steps: int, sent: int) -> Run:
-        right = (self.model(self.x_test).argmax(1) == self.y_test).float().mean().item()
+        right = accuracy(self.model, self.x_test, self.y_test)
         loss = functional.cross_entropy(self.model(self.x), self.y).item()
         if len(set(world.allgather(repr((right, loss))))) > 1:  # NaN is not equal to itself
             raise SystemExit("the ranks' models differ")
-        return Run(100 * right, loss, steps, sent)
+        return Run(right, loss, steps, sent)
 
 
 def local_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -167,15 +165,14 @@ def train(name: str, compression: str, batch: int, seed: int) -> Run:
 
 def compare() -> None:
     """Print a table of all recipes with all compressions."""
-    cells = [(name, text) for name in options.recipes for text in options.compression]
-    runs: dict[tuple[str, str], list[Run]] = {cell: [] for cell in cells}
-    with tqdm(total=len(cells) * options.seeds, unit="run", **bar()) as progress:
-        for seed in range(options.seeds):
-            for name, text in cells:
-                progress.set_postfix_str(f"{name}, {text}, seed {seed}")
-                batch = options.large if RECIPES[name].is_large else options.small
-                runs[name, text].append(train(name, text, batch, seed))
-                progress.update()
+
+    def run(cell: str, seed: int) -> Run:
+        name, _, text = cell.partition(" ")
+        batch = options.large if RECIPES[name].is_large else options.small
+        return train(name, text, batch, seed)
+
+    cells = [f"{name} {text}" for name in options.recipes for text in options.compression]
+    runs = each_run(cells, options.seeds, run, world.rank)
     if world.rank:
         return
     print(
@@ -191,7 +188,8 @@ def draw(path: Path) -> None:
     while 2 * sizes[-1] <= 1024:
         sizes.append(2 * sizes[-1])
     errors: dict[str, list[list[float]]] = {name: [] for name in DRAWN}
-    with tqdm(total=len(sizes) * len(DRAWN), unit="point", **bar()) as progress:
+    total, here = len(sizes) * len(DRAWN), world.rank == 0
+    with tqdm(total=total, unit="point", disable=not here, ncols=90) as progress:
         for size in sizes:
             for name, found in errors.items():
                 if size == options.small and RECIPES[name].optimizer == "SGD" and errors["large"]:
@@ -209,10 +207,6 @@ def draw(path: Path) -> None:
         print(f"{name:<7}", *(f"{statistics.mean(each):>7.2f}" for each in found))
     picture(sizes, errors, options.epochs, path)
     print(f"\n{path.resolve()}")
-
-
-def bar() -> dict[str, Any]:
-    return {"disable": world.rank != 0, "ncols": 90, "mininterval": 1}
 
 
 def main() -> None:

@@ -16,12 +16,12 @@ import math
 import statistics
 import time
 
-from tqdm import tqdm
-
+from hvd_compress.cli.options import parser_of
+from hvd_compress.cli.tables import text_table
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
-from mpi_examples.data import digits
-from mpi_examples.study import check_counts, spread
+from mpi_examples.data import digits, share
+from mpi_examples.study import check_counts, each_run, spread
 
 METHODS = (
     "dense",
@@ -41,9 +41,7 @@ METHODS = (
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3, help="runs per method")
@@ -64,14 +62,13 @@ def arguments() -> argparse.Namespace:
 options = arguments()
 under_mpirun(options.ranks)
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch.nn import functional
 
 import hvd_compress.torch.mpi as hvd
 from mpi_examples.local_methods import wrapped
-from mpi_examples.models import cnn
+from mpi_examples.models import accuracy, cnn
 
 world = MPI.COMM_WORLD
 
@@ -88,27 +85,26 @@ class Run:
     seconds: float
 
 
-def train(method: str, seed: int, bar: tqdm) -> Run:
+def train(method: str, seed: int) -> Run:
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     x, x_test, y, y_test = map(torch.from_numpy, digits(seed))
     model = cnn((1, 8, 8), 10)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    batches = len(x) // world.size // options.batch_size
-    if not batches:
-        raise SystemExit("no full batch for each rank: use a smaller --batch-size")
-    steps = batches * options.epochs
+    epochs = [
+        share(len(x), seed, epoch, world.rank, world.size, options.batch_size)
+        for epoch in range(options.epochs)
+    ]
+    steps = sum(map(len, epochs))
     sgd = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True)
     optimizer = wrapped(method, sgd, steps, options.sync_every, options.density)
     is_local = hasattr(optimizer, "training")
     owner = optimizer.training if is_local else optimizer.compression
     start = time.perf_counter()
-    for epoch in range(options.epochs):
+    for epoch, batches in enumerate(epochs):
         owner.set_epoch(epoch)
-        order = np.random.default_rng([seed, epoch]).permutation(len(x))
-        mine = order[world.rank :: world.size][: batches * options.batch_size]
-        for step, batch in enumerate(mine.reshape(batches, -1)):
-            done = (epoch * batches + step) / steps
+        for step, batch in enumerate(batches):
+            done = (epoch * len(batches) + step) / steps
             # To a tenth and not to 0, by which SlowMo divides.
             optimizer.param_groups[0]["lr"] = options.lr * (0.55 + 0.45 * math.cos(math.pi * done))
             optimizer.zero_grad()
@@ -117,54 +113,44 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
             if is_local:
                 optimizer.report(loss)  # Leader SGD chooses by it
             optimizer.step()
-        bar.set_postfix_str(f"{method}, seed {seed}")
-        bar.update()
     seconds = time.perf_counter() - start
     # Counted before the average at the end, which any method pays once.
     sent = world.allgather(owner.stats().total.bytes_sent)
     exchanges = owner.exchanges if is_local else steps
     if is_local:
         optimizer.synchronize_parameters()
-    with torch.no_grad():
-        right = (model(x_test).argmax(1) == y_test).float().mean().item()
+    right = accuracy(model, x_test, y_test)
     if len(set(world.allgather(right))) > 1:
         raise SystemExit(f"{method}: the ranks' models differ")
-    return Run(100 * right, exchanges, steps, statistics.mean(sent), max(sent), seconds)
+    return Run(right, exchanges, steps, statistics.mean(sent), max(sent), seconds)
 
 
 def table(runs: dict[str, list[Run]], dense: int) -> str:
     """One row a method; ``dense`` is the bytes of the parameters."""
-    width = max(len("method"), *map(len, runs))
-    header = (
-        f"{'method':<{width}} {'test accuracy':>16} {'exchanges':>13} {'sent a step':>12}"
-        f" {'ratio':>7} {'by busiest':>11} {'time a step':>12}"
-    )
-    lines = [header, "-" * len(header)]
+    rows = []
     for method, group in runs.items():
-        found = spread([run.accuracy for run in group])
         steps = group[0].steps
         sent = statistics.mean(run.mean_bytes for run in group) / steps
-        most = statistics.mean(run.most_bytes for run in group) / steps
-        ratio = f"{dense / sent:.1f}x" if sent else "-"
-        milliseconds = statistics.median(1000 * run.seconds / steps for run in group)
-        lines.append(
-            f"{method:<{width}} {found + ' %':>16}"
-            f" {f'{group[0].exchanges} of {steps}':>13} {human_bytes(sent):>12} {ratio:>7}"
-            f" {human_bytes(most):>11} {milliseconds:>9.1f} ms"
+        rows.append(
+            (
+                method,
+                spread([run.accuracy for run in group]) + " %",
+                f"{group[0].exchanges} of {steps}",
+                human_bytes(sent),
+                f"{dense / sent:.1f}x" if sent else "-",
+                human_bytes(statistics.mean(run.most_bytes for run in group) / steps),
+                f"{statistics.median(1000 * run.seconds / steps for run in group):.1f} ms",
+            )
         )
-    return "\n".join(lines)
+    header = "method", "test accuracy", "exchanges", "sent a step", "ratio", "by busiest"
+    return text_table((*header, "time a step"), rows)
 
 
 def main() -> None:
     hvd.init()
     if world.size % 2 and "leader_sgd_groups" in options.methods:
         raise SystemExit("leader_sgd_groups makes groups of 2: start an even number of ranks")
-    total = options.epochs * options.seeds * len(options.methods)
-    runs: dict[str, list[Run]] = {method: [] for method in options.methods}
-    with tqdm(total=total, unit="epoch", disable=world.rank != 0, ncols=90, mininterval=1) as bar:
-        for seed in range(options.seeds):
-            for method, group in runs.items():
-                group.append(train(method, seed, bar))
+    runs = each_run(options.methods, options.seeds, train, world.rank)
     if world.rank:
         return
     dense = 4 * sum(p.numel() for p in cnn((1, 8, 8), 10).parameters())

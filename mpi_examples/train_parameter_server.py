@@ -17,13 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from hvd_compress.cli.options import picture_file
+from hvd_compress.cli.options import parser_of, picture_file
+from hvd_compress.cli.tables import text_table
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
-from mpi_examples.data import digits
-from mpi_examples.study import check_counts, spread
+from mpi_examples.data import digits, share
+from mpi_examples.study import check_counts, each_run, spread
 
 TOP_K = "topk:density=0.05"
 MODES: dict[str, dict[str, Any]] = {
@@ -41,9 +40,7 @@ LEADERS: dict[str, dict[str, Any]] = {
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = parser_of(__doc__)
     modes = [*MODES, *LEADERS]
     parser.add_argument("--modes", nargs="+", choices=modes, default=modes, metavar="MODE")
     parser.add_argument("--epochs", type=int, default=4)
@@ -66,12 +63,12 @@ options = arguments()
 under_mpirun(options.workers + 1)
 
 import matplotlib.pyplot as plt
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch.nn import functional
 
 import hvd_compress.torch.mpi as hvd
+from mpi_examples.models import accuracy
 from mpi_examples.report import save
 
 world = MPI.COMM_WORLD
@@ -92,7 +89,7 @@ class Run:
     seconds: float
 
 
-def train(mode: str, seed: int, bar: tqdm) -> Run:
+def train(mode: str, seed: int) -> Run:
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     x, x_test, y, y_test = map(torch.from_numpy, digits(seed))
@@ -105,16 +102,12 @@ def train(mode: str, seed: int, bar: tqdm) -> Run:
         worker = hvd.AsynchronousLeaderSGD(model, sgd, **LEADERS[mode])
     else:
         worker = hvd.parameter_server(model, sgd, seed=seed, **MODES[mode])
-    count = len(x) // worker.size // options.batch_size
-    if not count:
-        raise SystemExit("no full batch for each worker: use a smaller --batch-size")
     world.Barrier()
     start = time.perf_counter()
     with worker:
         for epoch in worker.batches(range(options.epochs)):
-            order = np.random.default_rng([seed, epoch]).permutation(len(x))
-            mine = order[worker.rank :: worker.size][: count * options.batch_size]
-            for batch in worker.batches(mine.reshape(count, -1)):
+            mine = share(len(x), seed, epoch, worker.rank, worker.size, options.batch_size)
+            for batch in worker.batches(mine):
                 if worker.rank == 0:
                     time.sleep(options.straggler)
                 sgd.zero_grad()
@@ -123,15 +116,12 @@ def train(mode: str, seed: int, bar: tqdm) -> Run:
                 worker.step(*[loss.detach()] * (mode in LEADERS))
         own = time.perf_counter() - start
     seconds = statistics.median(world.allgather(own)[1:])
-    with torch.no_grad():
-        right = (model(x_test).argmax(1) == y_test).float().mean().item()
+    right = accuracy(model, x_test, y_test)
     if len(set(world.allgather(right))) > 1:
         raise SystemExit(f"{mode}: the ranks' models differ")
-    bar.set_postfix_str(f"{mode}, seed {seed}")
-    bar.update()
     found = worker.stats()
     return Run(
-        100 * right,
+        right,
         found.bytes_up / found.pushes,
         found.bytes_down / found.pushes,
         found.mean_staleness,
@@ -143,34 +133,33 @@ def train(mode: str, seed: int, bar: tqdm) -> Run:
 
 
 def table(runs: dict[str, list[Run]]) -> str:
-    width = max(map(len, runs))
-    header = (
-        f"{'mode':<{width}} {'test accuracy':>16} {'up a step':>10} {'down a step':>12}"
-        f" {'staleness (most)':>17} {'dropped':>14} {'time':>8}"
-    )
-    lines = [header, "-" * len(header)]
+    rows = []
     for mode, group in runs.items():
-        found = spread([run.accuracy for run in group])
         mean = {
             f.name: statistics.mean(getattr(run, f.name) for run in group)
             for f in dataclasses.fields(Run)
         }
-        staleness = f"{mean['staleness']:.2f} ({max(run.stalest for run in group)})"
-        dropped = f"{mean['dropped']:.0f} of {mean['gradients']:.0f}"
-        lines.append(
-            f"{mode:<{width}} {found + ' %':>16}"
-            f" {human_bytes(mean['up']):>10} {human_bytes(mean['down']):>12} {staleness:>17}"
-            f" {dropped:>14} {mean['seconds']:>6.2f} s"
+        rows.append(
+            (
+                mode,
+                spread([run.accuracy for run in group]) + " %",
+                human_bytes(mean["up"]),
+                human_bytes(mean["down"]),
+                f"{mean['staleness']:.2f} ({max(run.stalest for run in group)})",
+                f"{mean['dropped']:.0f} of {mean['gradients']:.0f}",
+                f"{mean['seconds']:.2f} s",
+            )
         )
-    return "\n".join(lines)
+    header = "mode", "test accuracy", "up a step", "down a step", "staleness (most)", "dropped"
+    return text_table((*header, "time"), rows)
 
 
 def picture(runs: dict[str, list[Run]]) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for mode, group in runs.items():
         seconds = statistics.mean(run.seconds for run in group)
-        accuracy = statistics.mean(run.accuracy for run in group)
-        axes.barh(f"{mode}  ({accuracy:.1f} %)", seconds, color="C0")
+        right = statistics.mean(run.accuracy for run in group)
+        axes.barh(f"{mode}  ({right:.1f} %)", seconds, color="C0")
     axes.invert_yaxis()
     slow = f", one worker {1000 * options.straggler:g} ms slower" if options.straggler else ""
     axes.set(
@@ -182,12 +171,7 @@ def picture(runs: dict[str, list[Run]]) -> None:
 
 def main() -> None:
     hvd.init()
-    runs: dict[str, list[Run]] = {mode: [] for mode in options.modes}
-    total = len(runs) * options.seeds
-    with tqdm(total=total, unit="run", disable=world.rank != 0, ncols=90, mininterval=1) as bar:
-        for seed in range(options.seeds):
-            for mode, group in runs.items():
-                group.append(train(mode, seed, bar))
+    runs = each_run(options.modes, options.seeds, train, world.rank)
     if world.rank:
         return
     slow = f"; worker 0 sleeps {1000 * options.straggler:g} ms a step" if options.straggler else ""
