@@ -95,6 +95,7 @@ class StepOnHost(CodedStep):
         settles = not is_fed and bool(self.stages.transforms)
         # States, and what is kept of them where the result will be, wait for the sum of all ranks.
         is_late = plan.is_whole and (is_fed or settles)
+        totals = room(plan.longest)[0] if is_late else views.out[0]
         if not plan.is_whole:
             for i in [i for i in self._fed if not finite[i]]:
                 self._put_back(i)
@@ -108,7 +109,7 @@ class StepOnHost(CodedStep):
                 if settles and not plan.is_whole:
                     write = functools.partial(_write, mean, theirs, is_known, plan.size, n)
                 else:
-                    total = room(plan.longest)[0, : run.size] if is_late else out
+                    total = totals[: out.size] if is_late else out
                     if is_known:
                         fine = mean(theirs, 1 if is_late else plan.size, total, plan.is_whole, n)
                     else:

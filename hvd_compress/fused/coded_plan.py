@@ -249,7 +249,7 @@ class CodedPlan(StagedPlan):
         if not self._draws:
             return [None] * len(runs)
         of_tensors: dict[int, Any] = {}
-        for tensor in dict.fromkeys(run.tensor for run in runs):
+        for tensor in {run.tensor for run in runs}:
             name, codec = self.names[tensor], self.codecs[tensor]
             its = own_generator(step._replace(name=name), turn) if codec.draws else None
             of_tensors[tensor] = its
@@ -310,7 +310,7 @@ class CodedPlan(StagedPlan):
         message, reply = self._messages[self.rank], self._replies[self.rank]
         theirs = [message.opened(frame, rank) for rank, frame in enumerate(frames)]
         is_bad = np.any(np.equal(theirs, NOT_FINITE), axis=0).tolist()
-        codes = [[frame[message.codes[run.tensor]] for frame in frames] for run in self.mine]
+        codes = [list(map(operator.itemgetter(message.codes[i]), frames)) for i, _, _ in self.mine]
         flags = reply.flags(self._reply)
         flags[:] = FINE
         with _decoding():
@@ -329,7 +329,9 @@ class CodedPlan(StagedPlan):
             (message,) = self._messages
             flags = np.array([message.opened(x, rank) for rank, x in enumerate(frames)])
             finite = ~np.any(flags == NOT_FINITE, axis=0)
-            codes = [[frame[message.codes[i]] for frame in frames] for i, _, _ in self.runs]
+            codes = [
+                list(map(operator.itemgetter(message.codes[i]), frames)) for i, _, _ in self.runs
+            ]
             known = finite.tolist()
         else:
             pairs = enumerate(zip(self._replies, frames, strict=True))
