@@ -6,15 +6,14 @@ import dataclasses
 import functools
 import itertools
 import logging
-import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import tensorflow as tf
 
 from hvd_compress.agreement import listed
-from hvd_compress.base import Compressor, Context, Outcome
+from hvd_compress.base import Compressor, Context
 from hvd_compress.config import is_number, is_whole
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.local import LocalEngine
@@ -22,16 +21,14 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import as_fixed
 from hvd_compress.reduce import Reducer
-from hvd_compress.reduce.averages import averaged
 from hvd_compress.reduce.reducer import check_momentum
-from hvd_compress.reduce.state_file import lost
-from hvd_compress.requests import Request
 from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.stats import Record, Stats, norm_of_residual
 
-from . import backend, saved_state
+from . import backend
 from .rows import merged, on_values
 from .runtime import Common, Number, Runtime, check_context, check_device
+from .saved_state import BindingState
 from .slots import TensorSlot, names_of_groups
 from .store import COUNTED, BranchStore, Exchanged, VariableStore, exchange, scaled
 
@@ -40,7 +37,7 @@ logger = logging.getLogger("hvd_compress")
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
-class Binding(tf.train.experimental.PythonState):
+class Binding(BindingState):
     """A method with its state for some variables.
 
     ``tf.train.Checkpoint(model=model, compression=binding)`` saves and restores it; see
@@ -56,9 +53,11 @@ class Binding(tf.train.experimental.PythonState):
         alone: a world of one, for gradients that stay on their rank.
 
     Attributes:
-        store: the state, and the only owner of method, seed, step and epoch.
-        consolidate_call, serves_all: what gives all ranks the same, and whether they have it.
-        on_behalf: others whose messages count here as well.
+        store: the state, and the only owner of the four that follow.
+        method: the compressor in use.
+        step: the number of exchanges so far.
+        epoch: the one that was announced, -1 if none was.
+        seed: of random numbers that the ranks share.
 
     >>> w = tf.Variable(tf.ones(1000))
     >>> binding = hvd.bind(hvd.TopK(density=0.01), [w])
@@ -69,7 +68,6 @@ class Binding(tf.train.experimental.PythonState):
     10
     """
 
-    _next_number: ClassVar[int] = 0
     #: those that exist
     alive: ClassVar[weakref.WeakSet[Binding]] = weakref.WeakSet()
 
@@ -96,13 +94,10 @@ class Binding(tf.train.experimental.PythonState):
         self.options, self._set, self._alone = options, options.process_set, alone
         sums = options.op == runtime.hvd.Sum
         self.store = VariableStore(method, slots, options.seed, sums, momentum, nesterov)
-        self._number: int | None = None
+        self.method, self.seed = method, self.store.seed
+        self.step, self.epoch = self.store.step, self.store.epoch
         self._schedules = schedules_of(method)
-        self.on_behalf: list[Binding] = []
-        self.consolidate_call = "compression.consolidate()"
-        self.serves_all: Callable[[], bool] = lambda: self.is_consolidated
-        self._averages: dict[tuple[str, ...], Any] = {}
-        self.forget_graphs()
+        super().__init__()
         method.bind(self)
         Binding.alive.add(self)
 
@@ -117,26 +112,6 @@ class Binding(tf.train.experimental.PythonState):
         return other
 
     # -- what users call ---------------------------------------------------------------------
-
-    @property
-    def method(self) -> Compressor:
-        """The compressor in use."""
-        return self.store.method
-
-    @property
-    def step(self) -> tf.Variable:
-        """The number of exchanges so far."""
-        return self.store.step
-
-    @property
-    def epoch(self) -> tf.Variable:
-        """The epoch that was announced, -1 if none was."""
-        return self.store.epoch
-
-    @property
-    def seed(self) -> int:
-        """The seed of random numbers that the ranks share."""
-        return self.store.seed
 
     def stats(self) -> Stats:
         """Return the exact bytes so far and the norm of the residuals, by variable and in total."""
@@ -166,34 +141,6 @@ class Binding(tf.train.experimental.PythonState):
         except (TypeError, ValueError):
             raise ConfigError(f"epoch must be a number such as 2.5; got {epoch!r}") from None
 
-    def keep_undo(self) -> None:
-        """Keep the states of before each exchange from now on, for :meth:`discard`.  They take as
-        much memory once more, and the time to copy them.  Call it on all ranks, before the first
-        step: a ``tf.function`` that was traced before keeps nothing."""
-        if not self.store.keeps_undo:
-            self.store.keep_undo()
-            self.forget_graphs()
-
-    @tf.autograph.experimental.do_not_convert
-    def discard(self) -> None:
-        """Undo the last exchange, whose averages are not applied: states and the number of the step
-        are those of before.  Call it on all ranks alike, eagerly or in a graph:
-
-            compression = hvd.bind(hvd.TopK, variables)
-            compression.keep_undo()  # once, before training
-            ...
-            averages = tape.gradient(loss, variables)
-            if tf.linalg.global_norm(averages) < 100:
-                optimizer.apply_gradients(zip(averages, variables))
-            else:
-                compression.discard()
-
-        Raises:
-            ConfigError: :meth:`keep_undo` was not called, or there is no exchange to discard; in a
-                graph as a text in TensorFlow's ``InvalidArgumentError``.
-        """
-        self.store.discard()
-
     def report_at_exit(self) -> None:
         """Log one line of statistics when the program ends, on rank 0."""
         import atexit
@@ -201,122 +148,12 @@ class Binding(tf.train.experimental.PythonState):
         if self.engine.rank == 0:
             atexit.register(lambda: logger.info("%s: %s", self.method.name, self.stats().line()))
 
-    def consolidate(self) -> None:
-        """Give every rank the mean of the entries that differ between ranks: the mean residual is
-        kept, and any number of ranks can load a checkpoint of one rank.
-
-        This is a collective: call it on every rank before rank 0 saves.
-        """
-        self.store.forget_undo()
-        self.store.consolidated_at.assign(self.step)
-        self.average(self.store.differing())
-
-    def average(self, own: Mapping[str, tf.Variable], what: str = "mean") -> None:
-        """Give variables, by names that are the same on all ranks, their mean over the ranks; a
-        collective.  ``what`` tells one call's names from another's."""
-        size, names = self.engine.size, (what, *own)
-        if size == 1 or not own:
-            return
-
-        def average() -> None:
-            prefix = f"hvd_compress.{self.number}"
-            engine = self._runtime.engine(self._set, 1.0, prefix, None)
-            for name, variable in own.items():
-                flat = tf.reshape(variable.value(), [-1])
-                engine.start(f"{prefix}.{what}.{name}", _averaged(name, flat, size))
-            for found in engine.finish().values():
-                for name, outcome in found.items():
-                    own[name].assign(tf.reshape(outcome.mean, own[name].shape))
-
-        if names not in self._averages:
-            self._averages[names] = tf.function(average, autograph=False)
-        self._averages[names]()
-
-    @property
-    def is_consolidated(self) -> bool:
-        """Whether what this rank has is what all have."""
-        alone = self.engine.size == 1 or not self.store.differing()
-        return alone or bool(self.store.consolidated_at == self.step)
-
-    def broadcast(self, root_rank: int = 0) -> None:
-        """Give all ranks the state of ``root_rank`` if they have come to different steps, because
-        not all have loaded a checkpoint.  Of what differs between ranks, all get the mean over the
-        ranks, for which those that are at other steps have nothing.  This is a collective."""
-        for binding in self.on_behalf:
-            binding.broadcast(root_rank)
-        if self.engine.size == 1:
-            return
-        hvd = self._runtime.hvd
-        own = tf.stack([self.step.value(), tf.cast(self.is_consolidated, tf.int64)])
-        steps = hvd.allgather(own[:1], process_set=self._set).numpy()
-        if len(set(steps.tolist())) == 1:
-            return
-        step, serves_all = hvd.broadcast(own, root_rank, process_set=self._set).numpy()
-        if not serves_all and hvd.rank() == root_rank:
-            warnings.warn(lost(f"{sum(steps == step)} of {len(steps)} ranks"), stacklevel=2)
-        self._merge({} if serves_all else self.store.differing(), self.step == step, root_rank)
-
-    def unite(self) -> None:
-        """Give all ranks the state of rank 0 and, of what differs between ranks, the mean over
-        those that have made a step, since in an elastic run new ranks have no residual.  This is a
-        collective."""
-        if self.engine.size == 1:
-            return
-        hvd = self._runtime.hvd
-        # Those who come later have counted fewer.
-        numbers = tf.constant([self.number, Binding._next_number])
-        numbers = hvd.broadcast(numbers, 0, name="hvd_compress.numbers")
-        self._number, Binding._next_number = map(int, numbers)
-        has_begun = tf.cast(self.step > 0, tf.float64)
-        part = hvd.allreduce(has_begun, op=hvd.Average, name="hvd_compress.has_begun")
-        self._merge(self.store.differing(), self.step > 0, 0, part)
-
-    def _merge(
-        self,
-        differing: Mapping[str, tf.Variable],
-        counts: Any,
-        root_rank: int,
-        part: Any = 1.0,
-    ) -> None:
-        """Give all ranks the root's state and, of what differs, the sum over the ranks that count,
-        divided by the number of all ranks and by ``part``; a collective."""
-        roll_back = self.store.commit()
-        for variable in differing.values():
-            variable.assign(tf.where(counts, variable, tf.zeros_like(variable)))  # NaN * 0 is NaN
-        self.average(differing)
-        for variable in differing.values():
-            variable.assign(tf.math.divide_no_nan(variable, tf.cast(part, variable.dtype)))
-        averaged = set(map(id, differing.values()))
-        common = [v for v in self.store.entries() if id(v) not in averaged]
-        variables = [self.step, self.epoch, *common]
-        self._runtime.hvd.broadcast_variables(variables, root_rank, self._set)
-        found = {
-            i: {key: variable.value() for key, variable in own.items()}
-            for i, own in self.store.states.items()
-        }
-        try:
-            saved_state.restore(self, saved_state.header_of(self, consolidated=True), found)
-        except ConfigError:
-            roll_back()
-            raise
-
     def forget_graphs(self) -> None:
-        """Trace new graphs, since the number of ranks is another one from now on."""
-        self._averages.clear()
+        super().forget_graphs()
         # Rows come in any number.
         self._traced = tf.function(self._reduce, autograph=False, reduce_retracing=True)
 
     # -- the exchange ------------------------------------------------------------------------
-
-    @property
-    def number(self) -> int:
-        """The number of this binding among all, by first use, which is in the same order on all
-        ranks: names of collectives begin with it, since variables of two models may have the same
-        names."""
-        if self._number is None:
-            self._number = Binding._next_number
-            Binding._next_number += 1
-        return self._number
 
     @property
     def engine(self) -> Engine:
@@ -349,8 +186,12 @@ class Binding(tf.train.experimental.PythonState):
         """
         check_context()
         slots = self.store.slots
-        places = tuple(range(len(slots))) if indices is None else _list("indices", indices)
-        gradients = _list("gradients", gradients)
+        if indices is None:
+            indices = range(len(slots))
+        for option, value in (("indices", indices), ("gradients", gradients)):
+            if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+                raise ConfigError(f"{option} must be a list; got {type(value).__name__}")
+        places = tuple(indices)
         if not all(is_whole(i) and 0 <= i < len(slots) for i in places):
             raise ConfigError(f"indices must be those of {len(slots)} variables; got {places}")
         if len(places) != len(gradients):
@@ -381,7 +222,8 @@ class Binding(tf.train.experimental.PythonState):
         others: tuple[Common, ...],
     ) -> list[Gradient]:
         present = {i: g for i, g in zip(places, gradients, strict=True) if g is not None}
-        self.store.begin_step()
+        for variable, before in self._undo:
+            before.assign(variable, read_value=False)
         engine = self._agreeing(present, others) if self.engine.size > 1 else self.engine
         if self.options.sparse_as_dense:
             present = {i: tf.convert_to_tensor(g) for i, g in present.items()}
@@ -510,7 +352,7 @@ class Binding(tf.train.experimental.PythonState):
             with tf.device(device):
                 if device:  # what is not touched before would stay where it was
                     own = tf.nest.map_structure(tf.identity, own, expand_composites=True)
-                store = BranchStore(self.store, method, list(own), norm)
+                store = BranchStore(self.store, method, norm)
                 reducer = Reducer(
                     method,
                     engine,
@@ -526,45 +368,6 @@ class Binding(tf.train.experimental.PythonState):
             results |= part
             counts += counted
         return results, counts
-
-    # -- state -------------------------------------------------------------------------------
-
-    def values(self) -> dict[str, Any]:
-        """Return all state as NumPy arrays, by flat names."""
-        with tf.init_scope():
-            return saved_state.to_arrays(self)
-
-    def load_values(self, arrays: Mapping[str, Any]) -> None:
-        """Take up what :meth:`values` gave.
-
-        Raises:
-            ConfigError: it belongs to another model, or it is damaged; then nothing has changed.
-        """
-        with tf.init_scope():  # a checkpoint may have waited for a step that is traced now
-            saved_state.load(self, arrays)
-
-    def serialize(self) -> bytes:
-        """Return what ``tf.train.Checkpoint`` and Keras save; ``tf.saved_model.save`` leaves it
-        out."""
-        if not tf.executing_eagerly():
-            return b""
-        return saved_state.to_bytes(self)
-
-    def deserialize(self, string_value: bytes) -> None:
-        """Restore what :meth:`serialize` returned."""
-        if string_value:
-            self.load_values(saved_state.from_bytes(string_value))
-
-
-def _list(option: str, value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise ConfigError(f"{option} must be a list; got {type(value).__name__}")
-    return tuple(value)
-
-
-def _averaged(name: str, x: tf.Tensor, size: int) -> Generator[Request, Any, dict[str, Outcome]]:
-    """The exchange of a bucket of one flat tensor, whose outcome is its mean."""
-    return {name: (yield from averaged(x, size))}
 
 
 def _is_rows(gradient: Any) -> bool:

@@ -69,8 +69,8 @@ class TensorFlowKerasState(ObjectState):
     def restore(self) -> None:
         for variable, value in self._kept:
             variable.assign(value)
-        for roll_back in self._commits:
-            roll_back()
+        for binding, (header, entries) in self._commits:
+            binding.restore(header, entries)
         super().restore()
 
     def sync(self) -> None:
@@ -88,7 +88,7 @@ class TensorFlowKerasState(ObjectState):
 
     def _keep(self) -> None:
         self._kept = [(v, tf.identity(v)) for v in self._common()]
-        self._commits = [binding.store.commit() for binding in self._bindings()]
+        self._commits = [(binding, binding.kept()) for binding in self._bindings()]
 
     def _common(self) -> list[tf.Variable]:
         """Return the variables that are equal on all ranks."""

@@ -13,19 +13,17 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import allgather, allreduce, mpi_ops  # Horovod's own, not yet wrapped
+from horovod.tensorflow import allreduce, mpi_ops  # Horovod's own, not yet wrapped
 
-from hvd_compress.agreement import Terms, check, digest, encode
+from hvd_compress.agreement import Terms, digest, encode
 from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.named import Op, ProcessSetEngine
 from hvd_compress.errors import PayloadError
-from hvd_compress.wire.content import decode_end_to_end, encode_bytes
 
 from .runtime import Common, Runtime
 
-_TERMS = "terms of a step"
 _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
 
 
@@ -222,10 +220,9 @@ class HorovodRuntime:
         most = allreduce(mine, op=mpi_ops.Max, **common_options)
 
         def compare(*known: tf.Tensor) -> tf.Tensor:
-            own = encode(common.known(x.numpy() for x in known))
-            frame = tf.constant(encode_bytes(own, _TERMS))
-            frames = allgather(frame, name="hvd_compress.terms", process_set=process_set)
-            check(decode_end_to_end(frames.numpy(), _TERMS))
+            engine = HorovodEngine(process_set, 1.0, "hvd_compress.terms")
+            engine.agree(common.known(x.numpy() for x in known), tf.zeros([0]))
+            engine.finish()
             return tf.constant(True)
 
         return tf.cond(

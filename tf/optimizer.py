@@ -34,7 +34,7 @@ from hvd_compress.transforms import momentum_after_averaging
 
 from .binding import Binding
 from .runtime import Runtime, check_context, numbers_of, sample_of
-from .saved_state import header_of, restore, state_on_disk
+from .saved_state import state_on_disk
 from .slots import native, places_of_groups, slots_of
 
 logger = logging.getLogger("hvd_compress")
@@ -499,11 +499,11 @@ class Keras3Optimizer(CompressedOptimizer):
         for own, theirs in pairs:
             own.assign(theirs)
         velocities = {
-            place: {"velocity": native(slot).value() / factor}
+            f"{place}.velocity": native(slot).value() / factor
             for slot, place, factor in self.distribution.velocities(self)
             if factor  # at the start of a warm-up the rate may be zero, and so is the slot
         }
-        restore(self.compression, header_of(self.compression, consolidated=True), velocities)
+        self.compression.restore(self.compression.header(consolidated=True), velocities)
 
 
 class TfKerasOptimizer(CompressedOptimizer):

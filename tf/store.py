@@ -4,14 +4,13 @@ out as symbols."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
-from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.optimizers import momentum_inside
 from hvd_compress.methods.rows import as_rows, keeps_residual, rows_state
 from hvd_compress.reduce import Reducer, Store
@@ -67,7 +66,6 @@ class VariableStore:
         self.momentum, self.nesterov = momentum, nesterov
         self.scratch: dict[str, Any] = {}
         self.states: dict[str, dict[str, tf.Variable]] = {}
-        self._undo: list[tuple[tf.Variable, tf.Variable]] = []  # (what a step changes, its copy)
         # Entries that variables have in common have a place before it is known which have
         # gradients: they are in the state of the first.
         homes: dict[Kind, int] = {}
@@ -77,9 +75,9 @@ class VariableStore:
             common = self.method_for(slot).common(tf.zeros(slot.shape, slot.dtype))
             self._home_of.append(homes.setdefault(look_of(common), i) if common else i)
         with tf.init_scope():
-            self.step = _variable(0, "step", tf.int64)
-            self.epoch = _variable(-1, "epoch", tf.float64)
-            self.counts = _variable(tf.zeros([len(slots), len(COUNTED)], tf.int64), "counts")
+            self.step = variable(0, "step", tf.int64)
+            self.epoch = variable(-1, "epoch", tf.float64)
+            self.counts = variable(tf.zeros([len(slots), len(COUNTED)], tf.int64), "counts")
             for i, slot in enumerate(self.slots):
                 name = re.sub(r"[^\w.-]", ".", slot.name)
                 own, common = self.initial(i)
@@ -87,9 +85,9 @@ class VariableStore:
                     tuple(self.method_for(slot).init(tf.zeros(slot.shape, slot.dtype)))
                 )
                 self.states[str(i)] = {
-                    key: _variable(x, f"{name}.{key}") for key, x in (own | common).items()
+                    key: variable(x, f"{name}.{key}") for key, x in (own | common).items()
                 }
-            self.consolidated_at = _variable(0, "consolidated_at", tf.int64)
+            self.consolidated_at = variable(0, "consolidated_at", tf.int64)
 
     def method_for(self, slot: TensorSlot) -> Compressor:
         """Return the method of a slot."""
@@ -110,9 +108,10 @@ class VariableStore:
         own = self.states[str(i)]
         return own[key] if key in own else self.states[str(self._home_of[i])][key]
 
-    def entries(self) -> list[tf.Variable]:
-        """Return the states of all variables, one after the other."""
-        return [variable for state in self.states.values() for variable in state.values()]
+    def entries(self) -> dict[str, tf.Variable]:
+        """Return the states of all variables by slot and key."""
+        states = self.states.items()
+        return {f"{i}.{key}": x for i, own in states for key, x in own.items()}
 
     def per_rank(self, slot: TensorSlot) -> frozenset[str]:
         """Return the keys of a slot's state under which ranks differ."""
@@ -147,63 +146,6 @@ class VariableStore:
         with tf.control_dependencies([] if check is None else [check]):
             return self.epoch.value()
 
-    # -- earlier states ----------------------------------------------------------------------
-
-    def commit(self) -> Callable[[], None]:
-        """Return a function that puts step, epoch and states back as they are now on this rank."""
-        everything = [self.step, self.epoch, self.consolidated_at, *self.entries()]
-        kept = [(v, tf.identity(v)) for v in everything]
-
-        def roll_back() -> None:
-            for variable, value in kept:
-                variable.assign(value)
-            self.forget_undo()
-
-        return roll_back
-
-    @property
-    def keeps_undo(self) -> bool:
-        """Whether the states of before each exchange are kept."""
-        return bool(self._undo)
-
-    def keep_undo(self) -> None:
-        """Keep the states of before each exchange from now on."""
-        with tf.init_scope():
-            for variable in (self.step, *self.entries()):
-                name = f"before.{variable.name.removesuffix(':0')}"
-                self._undo.append((variable, _variable(variable.value(), name)))
-            self.forget_undo()
-
-    def begin_step(self) -> None:
-        """Keep the states of before this step, if that was asked for."""
-        for variable, before in self._undo:
-            before.assign(variable, read_value=False)
-
-    def discard(self) -> None:
-        """Go back to the states of before the last step, or raise ``ConfigError``."""
-        if not self._undo:
-            raise ConfigError(
-                "to discard a step takes the states of before it: call compression.keep_undo() "
-                "once, before the first step"
-            )
-        message = (
-            "there is no step to discard: none has been exchanged since the last one was discarded "
-            "or loaded, or its tf.function was traced before compression.keep_undo()"
-        )
-        step, before = self._undo[0]
-        if tf.executing_eagerly() and before + 1 != step:
-            raise ConfigError(message)
-        check = tf.debugging.assert_equal(before + 1, step, f"ConfigError: {message}")
-        with tf.control_dependencies([] if check is None else [check]):
-            for variable, old in self._undo:
-                variable.assign(old, read_value=False)
-            self.forget_undo()
-
-    def forget_undo(self) -> None:
-        """Take the averages of the last step for used: it cannot be discarded any more."""
-        for _, before in self._undo[:1]:
-            before.assign(-1, read_value=False)
-
 
 class BranchStore(Store):
     """The variables as the reducer of one branch of a graph sees them: their states of before the
@@ -212,25 +154,21 @@ class BranchStore(Store):
     Args:
         store: of the binding.
         method: its method with the densities of now.
-        places: indices of the variables with gradients.
         norm: of all gradients of this rank, or ``None`` if the method does not need it.
 
     Attributes:
-        slots: the indices by name.
+        places: the indices of the slots by name.
         new: the states after the step.
     """
 
-    def __init__(
-        self, store: VariableStore, method: Compressor, places: Sequence[int], norm: Any
-    ) -> None:
+    def __init__(self, store: VariableStore, method: Compressor, norm: Any) -> None:
         self._store, self._method, self._norm = store, method, norm
-        self.slots = {store.slots[i].name: i for i in places}
-        self._places = {slot.name: i for i, slot in enumerate(store.slots)}
+        self.places = {slot.name: i for i, slot in enumerate(store.slots)}
         self._read: dict[str, State] = {}
         self.new: dict[str, State] = {}
 
     def names(self) -> Iterable[str]:
-        return self._places
+        return self.places
 
     def get(self, name: str) -> State:
         if name not in self._read:
@@ -243,18 +181,18 @@ class BranchStore(Store):
 
     def state_for(self, name: str, gradient: Any, method: Compressor) -> State:
         state = self.get(name)
-        return {key: state[key] for key in self._store.keys[self._places[name]]}
+        return {key: state[key] for key in self._store.keys[self.places[name]]}
 
     def _variables(self, name: str) -> dict[str, tf.Variable]:
-        return self._store.states[str(self._places[name])]
+        return self._store.states[str(self.places[name])]
 
     def prepared(self, name: str, gradient: Any, context: Context) -> Any:
         if not isinstance(gradient, tf.IndexedSlices):
-            gradient.set_shape(self._store.slots[self.slots[name]].shape)
+            gradient.set_shape(self._store.slots[self.places[name]].shape)
         return gradient
 
     def extent(self, name: str, gradient: Any) -> tuple[int, int]:
-        slot = self._store.slots[self.slots[name]]
+        slot = self._store.slots[self.places[name]]
         elements = slot.shape.num_elements()
         return elements, elements * slot.dtype.size
 
@@ -270,7 +208,7 @@ class BranchStore(Store):
     def rows(self, name: str, gradient: Any, context: Context) -> Exchange | None:
         if not isinstance(gradient, tf.IndexedSlices):
             return None
-        slot = self._store.slots[self.slots[name]]
+        slot = self._store.slots[self.places[name]]
         method = self._method.for_tensor(name, tuple(slot.shape))
         return self._exchange_rows(method, slot, gradient, context)
 
@@ -317,7 +255,7 @@ def exchange(reducer: Reducer, store: BranchStore, gradients: Mapping[int, Any])
     What variables have in common is in the state of the first of them, whoever keeps it and whether
     it has changed: branches of a graph must have results of one structure.
     """
-    names = {index: name for name, index in store.slots.items()}
+    names = list(store.places)
     # Gradients of the last layers are there first.
     directions = reducer.reduce({names[i]: gradients[i] for i in reversed(list(gradients))})
     results: dict[int, tuple[Any, State]] = {}
@@ -328,22 +266,22 @@ def exchange(reducer: Reducer, store: BranchStore, gradients: Mapping[int, Any])
             homes.add(home)
             state |= finder.common(name, store.get(home))
             state |= finder.common(name, store.new.get(home, {}))
-        results[store.slots[name]] = direction, state
+        results[store.places[name]] = direction, state
     return results, _counts(reducer, store)
 
 
 def _counts(reducer: Reducer, store: BranchStore) -> tf.Tensor:
     """All numbers in one constant, but for those that are known only when the graph runs."""
-    counts = np.zeros((len(list(store.names())), len(COUNTED)), np.int64)
+    counts = np.zeros((len(store.places), len(COUNTED)), np.int64)
     places, symbols = [], []
     for name, record in reducer.records.items():
         for column, field in enumerate(COUNTED):
             count = getattr(record, field)
             if tf.is_tensor(count):
-                places.append((store.slots[name], column))
+                places.append((store.places[name], column))
                 symbols.append(tf.cast(count, tf.int64))
             else:
-                counts[store.slots[name], column] = count
+                counts[store.places[name], column] = count
     if not symbols:
         return tf.constant(counts)
     return tf.tensor_scatter_nd_update(counts, places, tf.stack(symbols))
@@ -354,7 +292,7 @@ def scaled(gradient: Any, factor: Any) -> Any:
     return on_values(lambda x: backend.scale(x, factor), gradient)
 
 
-def _variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variable:
+def variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variable:
     """Return a variable of the state, which may be made while a graph is traced.
 
     A ``tf.function`` whose first trace makes variables is traced again, to have a graph that makes

@@ -1,4 +1,8 @@
-"""What waited when a state was saved waits once when it is restored, by every way."""
+"""What waited when a state was saved waits once when it is restored, by every way.
+
+The table of ways by who saved, and by what is damaged, is here; an elastic state, which keeps the
+copies, is in ``keras_users.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -16,6 +21,7 @@ import tensorflow as tf
 
 from hvd_compress import DGC, EF21, RandomK, TopK
 from hvd_compress.errors import ConfigError
+from hvd_compress.tensorflow.saved_state import BindingState
 from tests.scenarios import applies, horovod_only
 from tests.scenarios.driver import assert_same_everywhere, barrier, make, raises, train
 from tests.scenarios.driver_tensorflow import hvd
@@ -41,8 +47,37 @@ def _manager(run: Any, folder: Path) -> tuple[Callable[[], Any], Callable[[], An
     return manager.save, manager.restore_or_initialize
 
 
-#: what saves a run, and what restores it
-WAYS = {"keras": _keras_file, "checkpoint": _checkpoint, "manager": _manager}
+def _copy(run: Any, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """In memory, as an elastic run keeps it."""
+
+    def save() -> None:
+        _copies[folder] = run.compression.kept()
+
+    return save, lambda: run.compression.restore(*_copies[folder])
+
+
+_copies: dict[Path, Any] = {}
+#: what saves a run, and what restores it; Keras comes last, since it gives models their optimizers
+WAYS = {"checkpoint": _checkpoint, "manager": _manager, "keras": _keras_file}
+#: which rank of how many has saved, ``None`` for as many as there are, and whether what waited on
+#: others is lost
+SAVED = {
+    "each rank": (None, None, False),
+    "rank 0": (0, None, True),
+    "rank 0, consolidated": (0, None, False),
+    "rank 0 of fewer": (0, 1, False),
+    "rank 0 of more": (0, 8, True),
+}
+
+
+def _saved_by(rank: int, size: int) -> Any:
+    """What is saved meanwhile says that this rank of so many saved it."""
+    header = BindingState.header
+
+    def changed(self: Any, *args: Any, **options: Any) -> Any:
+        return header(self, *args, **options)._replace(rank=rank, size=size)
+
+    return mock.patch.object(BindingState, "header", changed)
 
 
 @contextlib.contextmanager
@@ -84,28 +119,64 @@ def _texts(function: Callable[[], Any]) -> str:
 
 
 def what_waited_counts_once() -> None:
-    """By each way, if each rank has saved, or rank 0 alone, before or after a consolidation."""
-    for name, way in WAYS.items():
-        run = train(make(METHOD), range(3))
-        for saves in ("each rank", "rank 0", "rank 0, consolidated"):
-            other, own = make(METHOD), saves == "each rank"
-            expected = _of_rank_0(_waits(run)) if saves == "rank 0" else _total(_waits(run))
-            if is_mean := saves.endswith("consolidated"):
+    """By each way, for each of ``SAVED``; then this rank is at the step that was saved."""
+    run = train(make(METHOD), range(3))
+    kept, waited = run.compression.kept(), _waits(run)
+    for way in WAYS.values():
+        for saves, (saver, of, warns) in SAVED.items():
+            run.compression.restore(*kept)
+            if is_mean := saves == "rank 0, consolidated":
                 run.compression.consolidate()
-            with _folder(everyones=own) as folder:
-                if own or hvd.rank() == 0:
-                    said = _texts(way(run, folder)[0])
-                    warns = hvd.size() > 1 and not is_mean
-                    assert ("compression.consolidate()" in said) == warns, (name, said)
+            each = saves == "each rank"
+            expected = _total(waited) if each or is_mean else _of_rank_0(waited)
+            if of:
+                expected = {key: x * hvd.size() / of for key, x in expected.items()}
+            other = make(METHOD)
+            with _folder(everyones=each) as folder:
+                if each or hvd.rank() == 0:
+                    with _saved_by(saver, of or hvd.size()) if of else contextlib.nullcontext():
+                        said = _texts(way(run, folder)[0])
+                    is_told = hvd.size() > 1 and not is_mean
+                    assert ("compression.consolidate()" in said) == is_told, (saves, said)
                 barrier()
                 said = _texts(way(other, folder)[1])
-            assert ("are lost" in said) == (saves == "rank 0" and hvd.rank() > 0), (name, said)
+            is_lost = warns and not (saver == hvd.rank() and (of or hvd.size()) == hvd.size())
+            assert ("are lost" in said) == is_lost, (saves, said)
             _assert_waits(_total(_waits(other)), expected)
-            if own:
+            if each:
                 for key, x in _waits(run).items():
                     np.testing.assert_array_equal(_waits(other)[key], x)
             assert int(other.compression.step) == 3
             assert other.compression.is_consolidated == (is_mean or hvd.size() == 1)
+
+
+def what_is_damaged_changes_nothing_by_any_way() -> None:
+    """A residual with a NaN in it, in a file or in a copy."""
+    run, other = train(make(METHOD), range(3)), make(METHOD)
+    residual = run.compression.store.states["0"]["residual"]
+    residual.assign(tf.fill(residual.shape, np.nan))
+    before = other.states()
+    for way in (*WAYS.values(), _copy):
+        with _folder(everyones=True) as folder:
+            _texts(way(run, folder)[0])
+            with raises(ValueError, "nothing was changed", "NaN or Inf"):  # Keras makes it one
+                way(other, folder)[1]()
+        assert int(other.compression.step) == 0
+        for key, x in other.states().items():
+            np.testing.assert_array_equal(x, before[key], err_msg=key)
+
+
+def another_method_takes_up_what_waited_by_any_way() -> None:
+    """What it has in common with the one that was saved, and all else begins anew."""
+    run = train(make(METHOD), range(3))
+    for way in (*WAYS.values(), _copy):
+        other = make(DGC(density=0.05))
+        with _folder(everyones=True) as folder:
+            _texts(way(run, folder)[0])
+            _texts(way(other, folder)[1])
+        both = _waits(other).keys() & _waits(run).keys()
+        _assert_waits({k: _waits(other)[k] for k in both}, {k: _waits(run)[k] for k in both})
+        assert int(other.compression.step) == 3
 
 
 @applies(least=2)  # nobody to send to

@@ -140,14 +140,13 @@ class ZeroOneAdam(PartnerOptimizer):
         if self._sync is None:
             return
         self._sync.consolidate()
-        buffers = self._buffers()
-        self._sync.average({str(i): buffer for i, buffer in enumerate(buffers)}, "buffer")
+        buffers = {str(i): buffer.value() for i, buffer in enumerate(self._buffers())}
         means = []
-        for i, buffer in enumerate(buffers):
+        for i, mean in self._sync.average(buffers, "buffer").items():
             # What owners of shards keep is in units of a sum, and its mean is its share of ours.
-            rest = list(self._sync.store.states[str(i)].values())
-            waiting = [tf.cast(tf.reshape(x, buffer.shape), buffer.dtype) for x in rest]
-            means.append(tf.add_n([buffer.value(), *waiting]))
+            rest = list(self._sync.store.states[i].values())
+            waiting = [tf.cast(tf.reshape(x, mean.shape), mean.dtype) for x in rest]
+            means.append(tf.add_n([mean, *waiting]))
             for x in rest:
                 x.assign(tf.zeros_like(x))
         self._arrive(means)
