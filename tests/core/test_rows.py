@@ -31,7 +31,7 @@ from hvd_compress.engines import lockstep
 from hvd_compress.engines.base import alone
 from hvd_compress.methods.rows import Rows, as_rows, exchange_rows, keeps_residual, rows_state
 from hvd_compress.tensorflow import rows as tf_rows
-from hvd_compress.torch.state import rows as torch_rows
+from hvd_compress.torch.state import store as torch_store
 
 FEEDBACK = ("int8", "float8", "top:0.3", "top:0.3:int8", "top:0.3:float16")
 ALL = ("whole", "float16", *FEEDBACK)
@@ -81,7 +81,7 @@ class World:
                 places, torch.from_numpy(values), self.shape, check_invariants=True
             )
             own = None if residual is None else torch.from_numpy(residual)
-            return torch_rows.exchange_rows(gradient, context, self.rows, own)
+            return torch_store.exchange_rows(gradient, context, self.rows, own)
         if self.framework == "tensorflow":
             gradient = tf.IndexedSlices(tf.constant(values), tf.constant(indices), self.shape)
             own = None if residual is None else tf.Variable(residual)
