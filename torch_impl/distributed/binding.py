@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,15 +41,24 @@ class Watched:
     version: int = 0
     address: int = 0
 
-    def has_changed(self) -> bool:
-        """Return whether somebody has written to the gradient since its exchange began, or put
-        another there.  A gradient that was given other memory is not known to have other numbers,
-        and views share their version with all of the buffer that they are in."""
-        gradient = self.gradient
-        if gradient is None or gradient is not self.parameter.grad:
-            return gradient is not None
-        is_here = gradient.is_sparse or gradient.data_ptr() == self.address
-        return gradient._version != self.version and is_here and not gradient._is_view()
+
+def changed_since(everyone: Iterable[Watched]) -> list[torch.nn.Parameter]:
+    """Return those to whose gradients somebody has written since their exchange began, or put
+    others there.  A gradient that was given other memory is not known to have other numbers, and
+    views share their version with all of the buffer that they are in."""
+    return [
+        each.parameter
+        for each in everyone
+        if (gradient := each.gradient) is not None
+        and (
+            gradient is not each.parameter.grad
+            or (
+                gradient._version != each.version
+                and (gradient.is_sparse or gradient.data_ptr() == each.address)
+                and not gradient._is_view()
+            )
+        )
+    ]
 
 
 class Binding(Controls):

@@ -34,7 +34,7 @@ from ..parameters import (
 from ..state import checkpoint
 from ..state.momentum import check_group
 from ..state.optimizer_host import loss_of
-from .binding import Binding, Watched
+from .binding import Binding, Watched, changed_since
 
 #: optimizers that exchange gradients; as many as there are references to them elsewhere
 bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()
@@ -201,7 +201,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self.check_parameters()  # after the exchange, in which ranks learn if only one differs
 
     def _warn_of_changes(self) -> None:
-        found = [each.parameter for each in self._watched.values() if each.has_changed()]
+        found = changed_since(self._watched.values())
         if not found:
             return
         self._has_warned_of_changes = True
