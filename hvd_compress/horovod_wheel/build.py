@@ -28,7 +28,7 @@ from hvd_compress.horovod_wheel.plan import (
     GPU,
     SOURCE_SHA256,
     VERSION,
-    Plan,
+    BuildPlan,
     digest_of,
     make_plan,
     record_of,
@@ -81,7 +81,7 @@ exec {shlex.join(compiler)} "$@"
     return script
 
 
-def build_environment(plan: Plan, wrapper: Path) -> dict[str, str]:
+def build_environment(plan: BuildPlan, wrapper: Path) -> dict[str, str]:
     """Return the environment variables that control Horovod's build."""
     switches = {
         f"HOROVOD_{'WITH' if name in plan.frameworks else 'WITHOUT'}_{variable}": "1"
@@ -117,7 +117,7 @@ def build_environment(plan: Plan, wrapper: Path) -> dict[str, str]:
     }
 
 
-def build(plan: Plan) -> Path:
+def build(plan: BuildPlan) -> Path:
     """Build the wheel into the cache; the log stays beside it."""
     # Built aside and moved in at the end: what is in the cache is whole.
     with folder_in(plan.folder) as work:
@@ -143,7 +143,7 @@ def build(plan: Plan) -> Path:
         return keep(plan, built)
 
 
-def keep(plan: Plan, built: Path) -> Path:
+def keep(plan: BuildPlan, built: Path) -> Path:
     """Move a wheel into the cache, with its hash and what it depends on, and return its path."""
     text = json.dumps(plan.inputs, indent=2, sort_keys=True)
     (plan.folder / "inputs.json").write_text(text + "\n")
@@ -215,7 +215,7 @@ def built_with(framework: str) -> dict[str, bool] | None:
     return facts
 
 
-def install(plan: Plan, rebuild: bool = False) -> None:
+def install(plan: BuildPlan, rebuild: bool = False) -> None:
     """Build the wheel unless it is cached, put it into this environment in place of any other
     Horovod, and import it, each framework in a fresh process."""
     start = time.monotonic()

@@ -48,7 +48,7 @@ BUILD_VARIABLES = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """The build of a wheel: its parts, its tools, and the place where it is kept."""
 
     compiler: list[str]
@@ -136,7 +136,7 @@ def digest_of(wheel: Path) -> str:
     return hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
-def make_plan(gpu: str = "none", jobs: int | None = None) -> Plan:
+def make_plan(gpu: str = "none", jobs: int | None = None) -> BuildPlan:
     """Look at the environment; raise :class:`BuildError` for the first thing missing."""
     if not any(importlib.util.find_spec(name) for name in FRAMEWORKS):
         raise BuildError(
@@ -183,7 +183,7 @@ def make_plan(gpu: str = "none", jobs: int | None = None) -> Plan:
     if jobs is None:  # as many as this process may use, where the system tells
         here = hasattr(os, "sched_getaffinity")
         jobs = len(os.sched_getaffinity(0)) if here else os.cpu_count() or 1
-    return Plan(compiler, gpu, jobs, inputs, folder)
+    return BuildPlan(compiler, gpu, jobs, inputs, folder)
 
 
 def _names_nccl() -> bool:

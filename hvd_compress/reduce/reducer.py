@@ -671,7 +671,8 @@ class Reducer:
                 raise refused(f"'per_rank' names keys that the state of {name!r} has not")
             arrays = {key: check_array(f"{key!r} of {name!r}", x) for key, x in state.items()}
             states[name] = {key: backend_of(x).copy(x) for key, x in arrays.items()}
-        if choice is None or choice.method == self.method:
+        from_before_the_first_step = not states and saved.step == 0
+        if not from_before_the_first_step and (choice is None or choice.method == self.method):
             for name, expected in store.looks.of_states().items():  # others: with a gradient
                 loaded = self.homes.own(name, entry(states, name, dict))
                 if problem := misfit(loaded, expected):

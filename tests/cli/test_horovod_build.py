@@ -301,7 +301,7 @@ class TestPlan:
     def test_what_is_kept_is_private_whatever_the_umask(self, tmp_path, monkeypatch):
         monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path / "new" / "cache"))
         folder = horovod_plan.cache_root() / "horovod"
-        plan = horovod_plan.Plan([], "none", 1, {}, folder)
+        plan = horovod_plan.BuildPlan([], "none", 1, {}, folder)
         before = os.umask(0o002)
         try:
             with horovod_build.folder_in(folder) as work:
@@ -341,7 +341,7 @@ class TestPlan:
         assert horovod_plan.standard_of(torch) == standard
         assert (horovod_plan.untried(torch) is None) is (torch != "3.0")
         inputs = {"torch": torch and {"version": torch}}
-        assert horovod_plan.Plan([], "none", 1, inputs, Path()).standard == standard
+        assert horovod_plan.BuildPlan([], "none", 1, inputs, Path()).standard == standard
 
     def test_half_a_cuda_toolkit_is_said_before_the_build(self, tmp_path):
         torch = {"version": "2.13.0+cu130", "cuda": "13.0"}

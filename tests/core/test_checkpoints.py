@@ -74,6 +74,24 @@ def problem_of(action: Callable[[], None]) -> str:
     return ""
 
 
+@pytest.mark.parametrize("name", ["dgc", "powersgd", "none"])
+def test_a_state_from_before_the_first_step_begins_anew(name):
+    """Of a reducer that took no step, or whose first step was discarded."""
+    row = ROWS[name]
+    fresh = reducer_of(row, 0).state_dict()
+    discarded = reducer_of(row, 0)
+    discarded.keep_undo()
+    discarded.set_epoch(0)
+    discarded.reduce(gradients(0))
+    discarded.discard()
+    for target, saved in ((reducer_of(row, 2), fresh), (discarded, discarded.state_dict())):
+        target.load_state_dict(saved)
+        for step in range(2):
+            target.set_epoch(step)
+            target.reduce(gradients(step))
+        assert same(target.state_dict(), reducer_of(row, 2).state_dict())
+
+
 def test_what_is_no_state_at_all():
     target = reducer_of(ROWS["dgc"], 1)
     for nothing in (None, [], "state", 3, {}):
