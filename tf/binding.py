@@ -19,7 +19,7 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.options import HorovodOptions
-from hvd_compress.methods import as_fixed
+from hvd_compress.methods.texts import as_fixed
 from hvd_compress.reduce import Reducer
 from hvd_compress.reduce.reducer import check_momentum
 from hvd_compress.schedules import schedules_of, with_values

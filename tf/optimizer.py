@@ -29,7 +29,8 @@ from hvd_compress.integrations.optimizers import (
 )
 from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.meetings import allreduce
-from hvd_compress.methods import FP16, NoCompression, as_fixed
+from hvd_compress.methods import FP16, NoCompression
+from hvd_compress.methods.texts import as_fixed
 from hvd_compress.transforms import momentum_after_averaging
 
 from .binding import Binding

@@ -17,8 +17,9 @@ from hvd_compress.integrations.environment import Gather
 from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, with_options
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.integrations.options import HorovodOptions
-from hvd_compress.methods import BF16, FP16, NoCompression, as_fixed
+from hvd_compress.methods import BF16, FP16, NoCompression
 from hvd_compress.methods.rows import keeps_residual
+from hvd_compress.methods.texts import as_fixed
 
 from .binding import Binding
 from .rows import on_values

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_compress import __version__, methods
+from hvd_compress import __version__
 from hvd_compress.advisor import ACCURACIES, MODELS
 from hvd_compress.base import Compressor
 from hvd_compress.cli.advise import advise, bandwidth, duration
@@ -24,6 +24,7 @@ from hvd_compress.cli.doctor import WANTED, doctor
 from hvd_compress.cli.options import picture_file, positive
 from hvd_compress.cli.stragglers import stragglers
 from hvd_compress.errors import CompressionError, ConfigError, NeedsTuning
+from hvd_compress.methods.texts import method_names, named
 from hvd_compress.studies.stragglers import DISTRIBUTIONS
 
 #: argparse's, too
@@ -146,7 +147,7 @@ DISPENSABLE = ("state", "class", "reference", "collectives")
 def list_methods(names: Sequence[str], wide: bool, as_json: bool) -> None:
     """Print a table of all methods with what they cost, or what is to be known of some."""
     warnings.simplefilter("ignore", NeedsTuning)  # nothing is trained here
-    classes = [methods.named(name) for name in names or methods.method_names()]
+    classes = [named(name) for name in names or method_names()]
     if as_json:
         print(
             json.dumps(
@@ -193,7 +194,7 @@ def _costs(cls: type[Compressor]) -> tuple[str, str, str, str]:
 def _facts(cls: type[Compressor]) -> dict[str, Any]:
     """All that the table and the descriptions say, in one form for scripts."""
     facts: dict[str, Any] = {"name": cls.name, "class": cls.__name__, "reference": cls.reference}
-    if cls.name in methods.method_names():
+    if cls.name in method_names():
         costs = costs_of_defaults(cls.name)
         facts["bits_sent"], facts["bits_received"] = costs.sent, costs.received
         facts["collectives"], facts["state"] = costs.collectives, costs.memory
@@ -208,7 +209,7 @@ def _describe(cls: type[Compressor]) -> None:
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         own = f"={defaults[field.name]!r}" if field.name in defaults else ""
         print(f"        {field.name}{own}")
-    if cls.name not in methods.method_names():
+    if cls.name not in method_names():
         return
     sent, received, collectives, state = _costs(cls)
     print(f"\n    Bits an element: {sent} sent, {received} received between {RANKS} ranks")

@@ -18,8 +18,8 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from hvd_compress.backends.weak import weakly
 from hvd_compress.base import Array, Averages, Context, Spec, State, Tensors
 from hvd_compress.errors import ConfigError
 from hvd_compress.requests import Collective, Request
-
-if TYPE_CHECKING:
-    from hvd_compress.fused.in_place import InPlacePlan
 
 #: of a context, what may be a symbol
 _SYMBOLS = ("step", "epoch", "gradient_norm", "learning_rate")
@@ -116,8 +113,29 @@ def _aligned(array: np.ndarray, n: int) -> np.ndarray:
     return array[start : start + n]
 
 
+class PlanOfSymbols(Protocol):
+    """The plan of a bucket as a graph knows it: all but ``requests`` is as in
+    :class:`hvd_compress.base.Plan`.
+
+    Attributes:
+        keys: of the states that are used.
+        requests: of an exchange in host memory, in their turn, with arrays like those that will be
+            sent.
+        writes_states: new states take the place of the old ones.
+    """
+
+    form: Any
+    keys: tuple[str, ...]
+    names: Any
+    shapes: Any
+    weights: Any
+    counts: Any
+    requests: Sequence[Collective]
+    writes_states: ClassVar[bool]
+
+
 def exchange_on_host(
-    plan: InPlacePlan, tensors: Tensors, step: Context
+    plan: PlanOfSymbols, tensors: Tensors, step: Context
 ) -> Generator[Request, Any, Averages]:
     """Run the exchange of a bucket of symbols, whose gradients are float32.
 
@@ -151,7 +169,7 @@ def exchange_on_host(
 class _Calls:
     """The functions that a graph calls; it keeps them for ever, so there is no symbol in them."""
 
-    def __init__(self, plan: InPlacePlan, tensors: Tensors, step: Context) -> None:
+    def __init__(self, plan: PlanOfSymbols, tensors: Tensors, step: Context) -> None:
         self._form, self._keys, self._momenta = plan.form, plan.keys, tensors.momenta
         self.bucket_of = "\n".join(["", *plan.names])
         self._copies, self._counts_too = plan.writes_states, None in plan.counts

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.errors import MismatchError
-from hvd_compress.methods import VARIABLE, from_environment
+from hvd_compress.methods.texts import VARIABLE, from_environment
 from hvd_compress.wire.content import decode_end_to_end, encode_bytes
 
 _log = logging.getLogger("hvd_compress")

@@ -14,6 +14,7 @@ from hvd_compress.chain import Chain, chain
 from hvd_compress.config import Configurable, as_tuple, converted, is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods.chained import Chained
+from hvd_compress.methods.texts import as_compressor
 from hvd_compress.schedules import Start, as_start, started
 from hvd_compress.transforms import momentum_after_averaging
 
@@ -304,8 +305,6 @@ def partition(*rules: Any, otherwise: Any = "none") -> Partition:
         rules: :class:`rule`, or pairs of a shell pattern of names and a method.
         otherwise: the method for tensors that no rule fits.  Methods may be texts.
     """
-    from hvd_compress.methods import as_compressor
-
     found = [
         entry if isinstance(entry, rule) else rule(as_compressor(entry[1]), entry[0])
         for entry in rules
@@ -320,6 +319,4 @@ def switch(first: Any, then: Any, start: Start) -> Switch:
         first, then: methods, their classes, or texts.
         start: a number of steps, or ``After("epoch", ...)``.
     """
-    from hvd_compress.methods import as_compressor
-
     return Switch(as_compressor(first), as_compressor(then), start)

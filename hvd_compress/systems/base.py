@@ -28,7 +28,8 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor
 from hvd_compress.config import Configurable, check_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.methods import NoCompression, as_fixed
+from hvd_compress.methods import NoCompression
+from hvd_compress.methods.texts import as_fixed
 from hvd_compress.requests import Collective
 
 #: arrays by the name of the parameter

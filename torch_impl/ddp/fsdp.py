@@ -35,7 +35,7 @@ import torch.distributed as dist
 from hvd_compress.agreement import listed
 from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.methods import as_fixed
+from hvd_compress.methods.texts import as_fixed
 from hvd_compress.reduce import Reducer
 from hvd_compress.reduce.state_file import entry, refused
 
