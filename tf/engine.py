@@ -128,8 +128,9 @@ def _identity(result: Any) -> Any:
     if isinstance(result, list):
         return [_identity(part) for part in result]
     if isinstance(result, tuple):
-        plan, own = result
-        return plan, own._replace(directions=[tf.identity(x) for x in own.directions])
+        plan, averages, record = result
+        directions = [tf.identity(x) for x in averages.directions]
+        return plan, averages._replace(directions=directions), record
     found = {}
     for name, outcome in result.items():
         key = "mean" if outcome.update is None else "update"
