@@ -438,7 +438,8 @@ class Compressor(Configurable, abc.ABC, kind="method"):
 
         Args:
             reducer: a :class:`hvd_compress.reduce.Reducer` between two steps.
-            backward: the seconds of each step so far on this rank, without those of exchanges.
+            backward: the seconds of each step on this rank since the ranks last changed, without
+                those of exchanges.
             gradients: of the last step; their memory may hold anything by now.
             directions: the averages of the last step, equal on all ranks.
         """

@@ -280,6 +280,12 @@ def check_fraction(option: str, value: Any) -> None:
         raise ConfigError(f"{option} must be in (0, 1], for instance {option}=0.001; got {value!r}")
 
 
+def check_bool(option: str, value: Any) -> None:
+    """Raise unless ``value`` is True or False: a number equal to one is another text."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{option} must be True or False; got {value!r}")
+
+
 def check_whole(option: str, value: Any, least: int) -> None:
     """Raise ``ConfigError`` unless ``value`` is a whole number, ``least`` or more."""
     if not is_whole(value) or value < least:

@@ -112,7 +112,8 @@ class StagedWarmup(_Staged, name="staged"):
 @dataclasses.dataclass(frozen=True)
 class ExponentialWarmup(_Staged, name="exponential"):
     """A schedule of ``density ** ((stage + 1) / (stages + 1))`` for ``stages`` stages, and then
-    ``density``: with 5 stages and density 0.001 the default of the authors' released code.
+    ``density``: with 5 stages and density 0.001 the default of the authors' released code, 0.3162,
+    0.1, 0.03162, 0.01, 0.003162, 0.001, which is another list than their paper's.
 
     Options:
         unit, stage_length: see :class:`StagedWarmup`.

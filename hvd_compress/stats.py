@@ -94,8 +94,8 @@ class Stats:
     """The result of ``stats()``: records of all tensors, ``layers`` by tensor name, and ``total``,
     their sum; ``times``, where this rank's time went, in seconds; and ``buckets``, the same of
     tensors that are sent together (``None`` and empty in graphs of TensorFlow).  With
-    ``compression="auto"``, ``choice`` says what was measured and chosen, as plain values; else it
-    is ``None``.
+    ``compression="auto"``, ``choice`` has the ``"method"`` in use and ``"why"``; else it is
+    ``None``.
 
     ``print(stats)`` shows a table, ``stats.line()`` is one line, and :func:`hvd_compress.log_stats`
     writes scalars for TensorBoard and the like.

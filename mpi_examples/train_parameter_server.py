@@ -102,6 +102,8 @@ def train(mode: str, seed: int) -> Run:
         worker = hvd.AsynchronousLeaderSGD(model, sgd, **LEADERS[mode])
     else:
         worker = hvd.parameter_server(model, sgd, seed=seed, **MODES[mode])
+    # Ends all ranks, the server too, if there is no batch for each worker.
+    share(len(x), seed, 0, 0, max(world.size - 1, 1), options.batch_size)
     world.Barrier()
     start = time.perf_counter()
     with worker:

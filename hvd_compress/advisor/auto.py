@@ -103,7 +103,9 @@ class Auto(Compressor, name="auto"):
                 own = self.choice(dense, averages, network, seconds)
             except Exception as error:  # the other ranks wait for what is said here
                 own = "none", f"none, since measuring failed: {error!r}"
-            log.info("auto: %s", own[1])
+                log.warning("auto: %s", own[1])
+            else:
+                log.info("auto: %s", own[1])
         text, why = told(reducer, own, like)[0]
         return text, why
 

@@ -10,8 +10,8 @@ What all methods have in common:
   what it was.  They are fields of a frozen dataclass, so methods can be compared, printed and
   stored (``to_config()``, :func:`hvd_compress.from_config`).
 - ``indices`` of elements are "packed" on the wire, about log2(n / k) + 1.5 bits each, or "int32".
-- ``algorithm`` says over MPI how sums are made (see :class:`hvd_compress.blocks.allreduce`), or how
-  entries are added up (:class:`hvd_compress.blocks.allgather`); ``None``: the engine decides.
+- ``algorithm`` says over MPI how sums are made (:class:`hvd_compress.blocks.allreduce`; ``None``:
+  the engine decides), or how entries are added up (:class:`hvd_compress.blocks.allgather`).
 - ``rows`` says how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
   :mod:`hvd_compress.methods.rows`.
 - "State" is what is kept of each tensor from one step to the next, on every rank: arrays with as

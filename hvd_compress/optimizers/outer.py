@@ -6,7 +6,7 @@ import dataclasses
 import functools
 
 from hvd_compress.base import Array
-from hvd_compress.config import Configurable, check_between, checked, choice
+from hvd_compress.config import Configurable, check_between, check_bool, checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class OuterSGD(Configurable, kind="outer optimizer", name="sgd"):
 
     lr: float = checked(functools.partial(check_between, low=0), 0.7)
     momentum: float = checked(functools.partial(check_between, low=0, high=1), 0.9)
-    nesterov: bool = choice(True, False)
+    nesterov: bool = checked(check_bool, True)
 
     def stepped(
         self, x: Array, d: Array, moments: dict[str, Array]

@@ -17,8 +17,8 @@ class Choice:
         text: the method as users write it; "none" until the choice.
         why: the reason in one line; empty until the choice.
         method: that of ``text``.
-        backward: the seconds of each step on this rank, from its first gradient on, without those
-            of exchanges.
+        backward: the seconds of each step on this rank since the ranks last changed, from its first
+            gradient on, without those of exchanges.
 
     Raises:
         ConfigError: ``text`` is no method.
@@ -42,6 +42,10 @@ class Choice:
         if self._since is not None:
             (began, total), self._since = self._since, None
             self.backward.append(clock.now() - began - (clock.times.total - total))
+
+    def step_is_abandoned(self) -> None:
+        """Forget the step that has begun."""
+        self._since = None
 
     def term(self) -> str:
         """Return the text that must be the same on all ranks before a step."""

@@ -423,6 +423,8 @@ class Reducer:
         self._unused = set()
         self._undo.forget()
         self.clock.awaited()
+        if self.choice is not None:
+            self.choice.step_is_abandoned()
         self.homes.forget()
         self._local.abandon()
         self.buckets.abandon()

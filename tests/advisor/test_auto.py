@@ -239,6 +239,18 @@ def test_an_error_while_rank_0_measures_leaves_nobody_waiting(monkeypatch):
     assert "no more" in ranks.choice["why"]
 
 
+def test_a_step_that_is_abandoned_is_not_timed():
+    reducer, now = Reducer(Auto(**QUICK), LocalEngine()), [0.0]
+    reducer.clock.now = lambda: now[0]
+    reducer.poll()  # a gradient of the step is ready
+    reducer.abandon()
+    now[0] = 100.0
+    reducer.poll()
+    now[0] = 101.0
+    reducer.choice.step_is_over(reducer.clock)
+    assert reducer.choice.backward == [1.0]
+
+
 def test_ranks_that_go_and_come_keep_the_choice(chosen):
     """As in an elastic run, whose new worker gets the state of another one."""
     chosen("linear")
