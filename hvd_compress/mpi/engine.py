@@ -268,4 +268,9 @@ class MpiEngine(Comparing):
                 except StopIteration as stop:
                     return stop.value
                 at, carry = tag + number % (_TAGS // _ROUND) * _ROUND, CARRIERS[type(request)]
-                reply = yield from carry(request, self.comm, at, self.predivide)
+                try:
+                    reply = yield from carry(request, self.comm, at, self.predivide)
+                except (Exception, KeyboardInterrupt) as error:
+                    # Others may go on with what this rank could not read.
+                    self.comm.give_up(f"exchange of gradients: {error!r}", [])
+                    raise

@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 from hvd_compress import PoorFit, Sparse, as_compressor, mpi
 from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.engines.lockstep import World
-from hvd_compress.errors import CollectiveTimeout, MismatchError
+from hvd_compress.errors import CollectiveTimeout, MismatchError, PayloadError
 from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.mpi.dense.payloads import alltoall, broadcast, gather
+from hvd_compress.mpi.engine import MpiEngine
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.transport import channel
+from hvd_compress.requests import SparseSum, Sum
 from hvd_compress.requests.algorithms import DENSE as TAGGED
 from tests.mpi_scenarios import MODULES
 from tests.scenarios import names
@@ -453,6 +455,45 @@ def test_mpis_own_collective_says_who_makes_no_call(order, absent):
     messages = Simulation(3, order).run(rank)
     want = f"waits for rank {absent} to make the same call (MPI_Iallreduce)"
     assert [want in message for message in messages] == [rank != absent for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "phase"), [("ring", "across nodes, ring"), ("mpi", "across nodes, MPI_Iall")]
+)
+def test_time_outs_say_that_a_message_goes_across_nodes(algorithm, phase):
+    def rank():
+        comm = mpi.Communicator(timeout=5, checks=0)
+        options = {"algorithm": algorithm, "comm": comm, "ranks_per_node": 2}
+        mpi.hierarchical_allreduce(np.ones(9), **options)
+        if comm.rank == 2:
+            return ""
+        with pytest.raises(CollectiveTimeout) as caught:
+            mpi.hierarchical_allreduce(np.ones(9), **options)
+        return str(caught.value)
+
+    assert phase in Simulation(4).run(rank, may_leave=True)[0]
+
+
+def test_a_message_that_cannot_be_read_breaks_the_communicator():
+    """Others may go on with it, so that later messages could be mistaken."""
+
+    def rank():
+        engine = MpiEngine(mpi.Communicator(checks=0))
+
+        def differs():
+            entries = Sparse(np.array([0, 1 + 6 * engine.rank]), np.ones(2, np.float32))
+            yield SparseSum(entries, 4 + 8 * engine.rank, None, "allgather")
+
+        def sums():
+            return (yield Sum(np.ones(2)))
+
+        engine.start("a", differs())
+        with pytest.raises(PayloadError):
+            engine.finish()
+        with pytest.raises(CollectiveTimeout, match=r"is broken: .*PayloadError"):
+            engine.start("b", sums())
+
+    Simulation(2).run(rank)
 
 
 @pytest.mark.parametrize("absent", [2, 3])

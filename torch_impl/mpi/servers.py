@@ -128,7 +128,7 @@ class Worker(ServedModel, servers.ParameterServer):
     ) -> None:
         arrays = self._take(model, optimizer)
         more = ("worker_timeout", "seed")
-        method = build(Rules, rules, "parameter server", more).compression
+        method = build(Rules, rules, "parameter_server", more).compression
         momentum: Any = 0.0
         nesterov: Any = False
         if method.takes_momentum:
@@ -189,7 +189,13 @@ class _OnServer:
             name: torch.nn.Parameter(torch.from_numpy(x)) for name, x in parameters.items()
         }
         trained = {p: self._parameters[n] for p, n in self._names.items() if n in parameters}
-        made = copy.deepcopy(self._theirs, {id(p): mine for p, mine in trained.items()})
+        own = set(trained.values())
+        every = [p for group in self._theirs.param_groups for p in group["params"]]
+        made = copy.deepcopy(self._theirs, {id(p): trained.get(p, p) for p in every})
+        for frozen in set(every) - trained.keys():
+            made.state.pop(frozen, None)
+        for group in made.param_groups:
+            group["params"] = [p for p in group["params"] if p in own]
         for p in self._parameters.values():
             for key, x in made.state.get(p, {}).items():
                 if isinstance(x, torch.Tensor) and x.shape == p.shape and p.dim():

@@ -48,7 +48,7 @@ def native(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorith
     for array in (source, total):
         before_message(array)
     request = channel.comm.mpi.Iallreduce(source, total, _op(reduction.op))
-    yield from channel.comm.collective(request, "MPI_Iallreduce")
+    yield from channel.comm.collective(request, f"{channel.place}MPI_Iallreduce")
     if reduction.widens or reduction.op == "mean":
         reduction.finish(total, out)
 
