@@ -94,8 +94,6 @@ class Binding(BindingState):
         self.options, self._set, self._alone = options, options.process_set, alone
         sums = options.op == runtime.hvd.Sum
         self.store = VariableStore(method, slots, options.seed, sums, momentum, nesterov)
-        self.method, self.seed = method, self.store.seed
-        self.step, self.epoch = self.store.step, self.store.epoch
         self._schedules = schedules_of(method)
         super().__init__()
         method.bind(self)

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
+from hvd_compress.base import Compressor
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
 from hvd_compress.reduce.averages import averaged
@@ -72,6 +73,28 @@ class BindingState(tf.train.experimental.PythonState):
     @property
     @abc.abstractmethod
     def engine(self) -> Engine: ...
+
+    # To be read only: whoever writes one means a call, such as set_epoch.
+
+    @property
+    def method(self) -> Compressor:
+        """The compressor in use."""
+        return self.store.method
+
+    @property
+    def seed(self) -> int:
+        """The seed of random numbers that the ranks share."""
+        return self.store.seed
+
+    @property
+    def step(self) -> tf.Variable:
+        """The number of exchanges so far."""
+        return self.store.step
+
+    @property
+    def epoch(self) -> tf.Variable:
+        """The epoch that was announced, -1 if none was."""
+        return self.store.epoch
 
     @property
     def number(self) -> int:

@@ -33,6 +33,16 @@ class _Pass(NamedTuple):
 scaled_passes: dict[int, _Pass] = {}
 
 
+class _Thread(threading.local):
+    """What is of this thread alone: whether a ``GradScaler``, which has averaged before, calls the
+    ``optimizer.step()`` that runs now, be it a wrapped optimizer's."""
+
+    scaler_steps = False
+
+
+this_thread = _Thread()
+
+
 def running_scale() -> float | None:
     """Return the loss scale of the backward pass whose hooks run now, or ``None`` without one."""
     number = current_pass() if scaled_passes else -1

@@ -168,6 +168,30 @@ def overflow_under_a_grad_scaler() -> None:
             assert torch.equal(a, b)
 
 
+def a_grad_scaler_steps_an_optimizer_that_others_wrap() -> None:
+    """Without a warning, which is an error here, of averages that are there already."""
+
+    class Wrapper:
+        def __init__(self, inner) -> None:
+            self.inner, self.param_groups = inner, inner.param_groups
+
+        def step(self) -> None:
+            self.inner.step()
+
+    model, reference = make_model(), make_model()
+    train(reference, distribute(sgd(reference), reference, TopK(density=0.5)), range(2))
+    optimizer = distribute(sgd(model), model, TopK(density=0.5))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    for step in range(2):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, hvd.rank(), step)).backward()
+        optimizer.synchronize()
+        scaler.step(Wrapper(optimizer))
+        scaler.update()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def _scaled_steps(model, optimizer, scaler, steps) -> None:
     for step in steps:
         optimizer.zero_grad()

@@ -20,7 +20,7 @@ import torch
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.integrations.options import HorovodOptions, check_passes
 
-from ..amp import forget_scale
+from ..amp import forget_scale, this_thread
 from ..eager import run_eagerly
 from ..parameters import (
     Parameter,
@@ -84,8 +84,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         #: what it was told of, in the order of the groups, in which nobody else should put others
         self.known_parameters = [p for group in self.param_groups for p in group["params"]]
         self._synchronized, self._should_synchronize = False, True
-        #: a ``GradScaler`` calls the ``step()`` that runs now, and has averaged before
-        self.scaler_steps = False
         self._lock = threading.RLock()  # one thread at a time: see _is_ready
         self._heir: type[Any] | None = None  # of the optimizer that has taken the parameters over
         # Those with a hook, by id: to hash a parameter takes long.
@@ -231,7 +229,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         # Inside the user's step() the gradients would be used before they are averaged.
         loss = loss_of(closure)
         if self._should_synchronize:
-            if self._holds_averages() and not self.scaler_steps:
+            if self._holds_averages() and not this_thread.scaler_steps:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() after "
                     "optimizer.synchronize(): gradients are averaged once here, and twice by "

@@ -23,7 +23,7 @@ import torch
 from hvd_compress.engines.base import Engine
 from hvd_compress.integrations.horovod import checked_join, take_stateless
 
-from ..amp import watch_scale
+from ..amp import this_thread, watch_scale
 from ..engine import HorovodEngine
 from ..state import checkpoint
 from ..systems.optimizer import LocalStepsOptimizer, broadcast_training_state
@@ -94,14 +94,13 @@ def watch_grad_scaler() -> None:
             if optimizer.training.step == steps:
                 optimizer.skip_step()
             return result
-        if not isinstance(optimizer, CompressedOptimizer):
-            return step(self, optimizer, *args, **kwargs)
-        optimizer.scaler_steps = True
+        this_thread.scaler_steps = True
         try:
             result = step(self, optimizer, *args, **kwargs)
         finally:
-            optimizer.scaler_steps = False
-        optimizer.end_step()
+            this_thread.scaler_steps = False
+        if isinstance(optimizer, CompressedOptimizer):
+            optimizer.end_step()
         return result
 
     watched_step._hvd_compress = True  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@ Leader SGD."""
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -189,17 +190,19 @@ class _OnServer:
             name: torch.nn.Parameter(torch.from_numpy(x)) for name, x in parameters.items()
         }
         trained = {p: self._parameters[n] for p, n in self._names.items() if n in parameters}
-        own = set(trained.values())
-        every = [p for group in self._theirs.param_groups for p in group["params"]]
-        made = copy.deepcopy(self._theirs, {id(p): trained.get(p, p) for p in every})
-        for frozen in set(every) - trained.keys():
-            made.state.pop(frozen, None)
-        for group in made.param_groups:
-            group["params"] = [p for p in group["params"] if p in own]
-        for p in self._parameters.values():
-            for key, x in made.state.get(p, {}).items():
-                if isinstance(x, torch.Tensor) and x.shape == p.shape and p.dim():
-                    made.state[p][key] = x.to(p.dtype)
+        made = copy.copy(self._theirs)
+        made.state = collections.defaultdict(dict)
+        made.param_groups = [
+            {**group, "params": [trained[p] for p in group["params"] if p in trained]}
+            for group in self._theirs.param_groups
+        ]
+        for p, own in trained.items():
+            for key, x in self._theirs.state.get(p, {}).items():
+                if isinstance(x, torch.Tensor):
+                    is_like = x.shape == p.shape and p.dim()
+                    made.state[own][key] = x.detach().clone().to(own.dtype if is_like else x.dtype)
+                else:
+                    made.state[own][key] = copy.deepcopy(x)
         if self._without_momentum:
             for group in made.param_groups:
                 group.update(momentum=0.0, nesterov=False)

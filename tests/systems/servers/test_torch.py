@@ -1,5 +1,7 @@
 """Parameter servers for models of torch, in one real job."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,8 @@ def test_a_server_copies_no_frozen_parameters():
     from hvd_compress.torch.mpi.servers import _OnServer
 
     trained, frozen = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(5), False)
-    theirs = torch.optim.SGD([trained, frozen], lr=1.0)
+    group = {"params": [trained, frozen], "note": threading.Lock()}  # which no copy can be made of
+    theirs = torch.optim.SGD([group], lr=1.0)
     server = _OnServer(theirs, {trained: "w"}, False)
     arrays = {"w": np.ones(3, np.float32)}
     server.step(arrays, {"w": np.full(3, 0.5, np.float32)}, [])
