@@ -61,11 +61,11 @@ def stragglers(
 def _print_table(found: dict[int, list[Row]], delays: Delays, steps: int) -> None:
     distribution, spread = delays.distribution, delays.spread
     print(f"times of a step: {distribution}, mean 1, deviation {spread:g}; {steps} steps simulated")
-    header = "workers", "strategy", "time of a step", "simulated", "gradients used", "idle"
+    header = "strategy", "workers", "time of a step", "simulated", "gradients used", "idle"
     table = [
         (
-            str(n),
             row.strategy,
+            str(n),
             "-" if math.isnan(row.expected) else f"{row.expected:.4f}",
             f"{row.simulated:.4f}",
             f"{row.used:.2f}",

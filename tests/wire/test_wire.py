@@ -28,10 +28,9 @@ from tests.frames import sealed
 VALUES = ("float16", "float32", "float64")
 
 
-def test_pages_have_the_version_of_the_frames():
+def test_the_page_has_the_version_of_the_frames():
     page = (Path(__file__).parents[2] / "docs/wire-format.md").read_text()
-    texts = (page, header.__doc__)
-    assert [re.search(r"version, (\d+)", text)[1] for text in texts] == [str(header.VERSION)] * 2
+    assert re.search(r"version, (\d+)", page)[1] == str(header.VERSION)
 
 
 def frame_of(indices, values, n, dtype="float32", codec="int32"):
