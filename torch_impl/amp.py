@@ -34,7 +34,7 @@ scaled_passes: dict[int, _Pass] = {}
 
 
 class _Thread(threading.local):
-    """What is of this thread alone: whether a ``GradScaler``, which has averaged before, calls the
+    """Facts about this thread alone: whether a ``GradScaler``, which has averaged before, calls the
     ``optimizer.step()`` that runs now, be it a wrapped optimizer's."""
 
     scaler_steps = False

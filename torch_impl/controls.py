@@ -1,4 +1,4 @@
-"""What users call on an object that exchanges gradients, whoever hands these over."""
+"""The calls that users make on any object that exchanges gradients."""
 
 from __future__ import annotations
 
