@@ -14,7 +14,6 @@ import statistics
 import time
 
 import numpy as np
-from tqdm import tqdm
 
 from hvd_compress.advisor import CANDIDATES, MODELS, choose, measured, step_of
 from hvd_compress.advisor.shapes import Shapes
@@ -30,6 +29,7 @@ options = parser.parse_args()
 under_mpirun(options.ranks)
 
 from mpi4py import MPI
+from turns import slowest, turns
 
 from hvd_compress import mpi
 from hvd_compress.cli.advise import measured_network
@@ -37,9 +37,8 @@ from hvd_compress.cli.advise import measured_network
 world = MPI.COMM_WORLD
 
 
-def step(reducer: mpi.Reducer, gradients: dict[str, np.ndarray], backward: float) -> float:
-    """Seconds of a step, of which gradients become ready throughout ``backward``."""
-    world.Barrier()
+def step(reducer: mpi.Reducer, gradients: dict[str, np.ndarray], backward: float) -> None:
+    """Take a step, of which gradients become ready throughout ``backward``."""
     start = time.perf_counter()
     elements, ready = sum(x.size for x in gradients.values()), 0
     for name, x in reversed(gradients.items()):
@@ -49,11 +48,10 @@ def step(reducer: mpi.Reducer, gradients: dict[str, np.ndarray], backward: float
             time.sleep(rest)
         reducer.start(name, x)
     reducer.finish()
-    return world.allreduce(time.perf_counter() - start, MPI.MAX)
 
 
 def samples(shapes: Shapes, backward: float, methods: list[str]) -> dict[str, float]:
-    """Median seconds of a step by method; methods take turns."""
+    """Median seconds of a step by method."""
     random = np.random.default_rng(world.rank)
     gradients = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     reducers = {}
@@ -62,12 +60,11 @@ def samples(shapes: Shapes, backward: float, methods: list[str]) -> dict[str, fl
         reducers[method] = mpi.Reducer(method, in_place=True, **momentum)
         reducers[method].step = 250_000  # behind dense steps
     found: dict[str, list[float]] = {method: [] for method in methods}
-    for number in range(options.rounds + 2):
-        for method, reducer in reducers.items():
-            own = {name: x.copy() for name, x in gradients.items()}
-            seconds = step(reducer, own, backward)
-            if number > 1:
-                found[method].append(seconds)
+    for number, method in turns(methods, options.rounds + 2):
+        own = {name: x.copy() for name, x in gradients.items()}
+        seconds = slowest(world, step, reducers[method], own, backward)
+        if number > 1:
+            found[method].append(seconds)
     return {method: statistics.median(seconds) for method, seconds in found.items()}
 
 
@@ -80,7 +77,7 @@ def main() -> None:
             f"{network.ranks} ranks, {network.bandwidth / 1e6:,.0f} Mbit/s, "
             f"{1e6 * network.latency:.0f} us"
         )
-    for model in tqdm(options.models, disable=not is_first, ncols=80):
+    for model in options.models:
         shapes = MODELS[model]()
         pieces = {method: measured(method, shapes) for method in methods}
         for backward in (ms / 1000 for ms in options.backward_ms):

@@ -9,7 +9,6 @@ before.  The error is that of the mean over its squared norm (vNMSE): 0 of an ex
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from benchmarks.turns import write_rows
 from hvd_compress.cli.options import parser_of
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import NeedsTuning
@@ -115,8 +115,7 @@ def main() -> None:
         row = "".join(f" {error:13.2e}" for error in errors.values())
         print(f"{method:26} {bits:6.2f}{row}")
     if options.json:
-        lines = (f"{json.dumps(key)}: {json.dumps(row)}" for key, row in found.items())
-        options.json.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        write_rows(found, options.json)
 
 
 if __name__ == "__main__":

@@ -6,26 +6,21 @@
         python benchmarks/dense_allreduce.py
 
 The last command makes four hosts with links of 1 Gbit/s on this machine.  A sample is the time from
-a barrier until the slowest rank has the sum.  The contenders take turns, in another order each
-round, so that the machine's load hits all alike, and what ran before as well.
-
-The columns are the median, the smallest and the largest sample, and the median as a multiple of
-that of MPI_Allreduce, of the best row, and of the floor: 2 n (P - 1) / P bytes at the rate of a
-link.
+a barrier until the slowest rank has the sum.  The columns are the median, the smallest and the
+largest sample, and the median as a multiple of that of MPI_Allreduce, of the best row, and of the
+floor: 2 n (P - 1) / P bytes at the rate of a link.
 """
 # ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
 
 from __future__ import annotations
 
-import random
 import statistics
-import time
 from collections.abc import Callable
 
 import numpy as np
-from tqdm import tqdm
 
 from hvd_compress.cli.options import parser_of
+from hvd_compress.cli.tables import text_table
 from hvd_compress.integrations.launch import under_mpirun
 
 parser = parser_of(__doc__)
@@ -39,6 +34,7 @@ options = parser.parse_args()
 under_mpirun(options.ranks)
 
 from mpi4py import MPI
+from turns import slowest, turns
 
 from hvd_compress import mpi
 from hvd_compress.mpi.dense import ALGORITHMS
@@ -48,66 +44,43 @@ world = MPI.COMM_WORLD
 comm = mpi.Communicator(world, checks=0)
 
 
-def contenders(x: np.ndarray, out: np.ndarray) -> dict[str, Callable[[], object]]:
-    return {
-        "MPI_Allreduce": lambda: world.Allreduce(x, out),
-        **{
-            name: lambda name=name: mpi.allreduce(x, algorithm=name, out=out, comm=comm)
-            for name in (*ALGORITHMS, "auto")
-        },
-    }
-
-
-def measure(size: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of the slowest rank, by contender."""
+def measured(size: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of the slowest rank, by contender."""
     x = np.random.default_rng(world.rank).standard_normal(max(1, size // 4)).astype(np.float32)
     out = np.empty_like(x)
-    calls = list(contenders(x, out).items())
-    samples: dict[str, list[float]] = {name: [] for name, _ in calls}
-    # One round more than is counted: the first one opens connections and touches memory.
-    total = (rounds + 1) * len(calls)
-    with tqdm(total=total, disable=world.rank != 0, ncols=90, desc=f"{size} bytes") as bar:
-        for number in range(rounds + 1):
-            for name, call in random.Random(number).sample(calls, len(calls)):
-                world.Barrier()
-                start = time.perf_counter()
-                call()
-                seconds = world.allreduce(time.perf_counter() - start, MPI.MAX)
-                if number:
-                    samples[name].append(seconds)
-                bar.update()
+    calls: dict[str, Callable[[], object]] = {"MPI_Allreduce": lambda: world.Allreduce(x, out)}
+    for name in (*ALGORITHMS, "auto"):
+        calls[name] = lambda name=name: mpi.allreduce(x, algorithm=name, out=out, comm=comm)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    # The first round opens connections and touches memory.
+    for number, name in turns([*calls], rounds + 1):
+        milliseconds = 1000 * slowest(world, calls[name])
+        if number:
+            samples[name].append(milliseconds)
     return samples
 
 
-def show(size: int, samples: dict[str, list[float]], floor: float | None) -> None:
-    medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
+def show(size: int, samples: dict[str, list[float]]) -> None:
+    medians = {name: statistics.median(own) for name, own in samples.items()}
     base, best = medians["MPI_Allreduce"], min(medians.values())
-    unit, name_of_unit = (1e3, "ms") if base > 0.01 else (1e6, "us")
-    print(f"\n{size:,} bytes, {world.size} ranks", end="")
-    print(f"; floor of the links {1e3 * floor:.0f} ms" if floor else "")
-    print(f"{'':18} {'median':>10} {'min':>10} {'max':>10} {'x MPI':>7} {'x best':>7}", end="")
-    print(f" {'x floor':>8}" if floor else "")
-    for name, seconds in samples.items():
-        line = f"{name:18}"
-        for value in (medians[name], min(seconds), max(seconds)):
-            line += f" {unit * value:7.0f} {name_of_unit}"
-        line += f" {medians[name] / base:7.2f} {medians[name] / best:7.2f}"
-        line += f" {medians[name] / floor:8.3f}" if floor else ""
-        print(line)
+    floor = 2 * size * (world.size - 1) / world.size / (options.gbit * 1e6 / 8)
+    rows = []
+    for name, own in samples.items():
+        times = (f"{value:.3f}" for value in (medians[name], min(own), max(own)))
+        rows.append((name, *times, *(f"{medians[name] / x:.2f}" for x in (base, best, floor))))
+    header = ("ms", "median", "min", "max", "x MPI", "x best", "x floor")
+    print(f"\n{size:,} bytes, {world.size} ranks; floor of the links {floor:.3g} ms")
+    print(text_table(header, rows))
 
 
 def main() -> None:
     mpi.allreduce(np.ones(1, np.float32), comm=comm)  # measures the cost model
-    results = [(options.bytes, measure(options.bytes, options.rounds))]
-    results += [(size, measure(size, options.small_rounds)) for size in options.small]
-    if world.rank:
-        return
-    print(MPI.Get_library_version().split(",")[0].splitlines()[0])
-    for size, samples in results:
-        floor = None
-        if size >= 2**20:
-            floor = 2 * size * (world.size - 1) / world.size / (options.gbit * 1e9 / 8)
-        show(size, samples, floor)
+    results = {options.bytes: measured(options.bytes, options.rounds)}
+    results |= {size: measured(size, options.small_rounds) for size in options.small}
+    if world.rank == 0:
+        print(MPI.Get_library_version().split(",")[0].splitlines()[0])
+        for size, samples in results.items():
+            show(size, samples)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.lockstep_mlp import Network, exchange
+from benchmarks.turns import write_rows
 from hvd_compress.cli.options import parser_of, picture_file
 from mpi_examples import accuracy
 from mpi_examples.accuracy import half_width
@@ -217,10 +218,8 @@ def main() -> None:
 
 
 def save(known: dict[str, Any], path: Path) -> None:
-    """One line a run."""
     rounded = json.loads(json.dumps(known), parse_float=lambda text: round(float(text), 5))
-    lines = (f"{json.dumps(key)}: {json.dumps(run)}" for key, run in rounded.items())
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write_rows(rounded, path)
 
 
 def table(cells: list[Cell], seeds: int, known: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ import tempfile
 from pathlib import Path
 
 from tqdm import tqdm
+from turns import write_rows
 
 from hvd_compress.cli.options import parser_of
 from hvd_compress.integrations.launch import under_horovodrun
@@ -66,19 +67,13 @@ def main() -> None:
                 raise SystemExit(f"{method} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
             found[method] = dict(zip(COLUMNS, json.loads(file.read_text()), strict=True))
             if options.json:
-                keep(found, options.json)
+                known = json.loads(options.json.read_text()) if options.json.exists() else {}
+                write_rows(known | found, options.json)
     million = 8 * options.side**2 / 1e6
     print(f"\n{million:g} million parameters, {options.ranks} ranks; multiples of the parameters")
     print(f"{'':18}" + "".join(f"{column:>10}" for column in COLUMNS))
     for method, row in found.items():
         print(f"{method:18}" + "".join(f"{row[column]:10.2f}" for column in COLUMNS))
-
-
-def keep(found: dict[str, dict[str, float]], file: Path) -> None:
-    """Write these rows beside those that are there."""
-    rows = (json.loads(file.read_text()) if file.exists() else {}) | found
-    lines = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
-    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -20,17 +20,14 @@ received by every rank (Li and Hoefler, 2022).
 
 from __future__ import annotations
 
-import math
-import random
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from hvd_compress.cli.options import parser_of
+from hvd_compress.cli.tables import text_table
 from hvd_compress.integrations.launch import under_mpirun
 
 parser = parser_of(__doc__)
@@ -43,12 +40,15 @@ options = parser.parse_args()
 under_mpirun(options.ranks)
 
 from mpi4py import MPI
+from turns import slowest, turns
 
 from hvd_compress import Context, Sparse, mpi
 from hvd_compress.meetings.ok_topk import Regions
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 
 world = MPI.COMM_WORLD
+#: rounds in which connections open, and Ok-Topk finds its thresholds
+_UNCOUNTED = 2
 comm = mpi.Communicator(world, checks=0)
 engine = mpi.MpiEngine(comm)
 n, k = options.elements, max(1, int(options.elements * options.density))
@@ -81,88 +81,55 @@ class OkTopk:
         self.steps += 1
 
 
-class Contender:
-    """A collective; those with the same text in ``exact`` make the same sum."""
-
-    def __init__(self, name: str, reduce: Callable, exact: str = "") -> None:
-        self.name, self.reduce, self.exact = name, reduce, exact
-        self.seconds: list[float] = []
-        self.payload: list[int] = []
-        self.wire: list[int] = []
-
-    def step(self, step: int, counted: bool) -> None:
-        chosen = chosen_in(step)
-        sent = comm.bytes_sent + engine.comm.bytes_sent
-        world.Barrier()
-        before = arrived()
-        start = time.perf_counter()
-        self.reduce(chosen)
-        seconds = time.perf_counter() - start
-        world.Barrier()
-        wire = arrived() - before
-        if counted:
-            self.seconds.append(world.allreduce(seconds, MPI.MAX))
-            everyone_sent = world.allreduce(comm.bytes_sent + engine.comm.bytes_sent - sent)
-            self.payload.append(everyone_sent // world.size)
-            self.wire.append(world.allreduce(wire, MPI.MAX))
-
-
 def arrived() -> int:
     return int(received_file.read_text()) if received_file.exists() else 0
 
 
-def contenders() -> list[Contender]:
-    found = []
-    for values in (None, "float16"):
-        for indices in ("int32", "packed"):
-            wire = f"{indices}, {values or 'float32'}"
-            common = {"comm": comm, "values": values, "indices": indices}
-            for algorithm in (*SPARSE, "auto"):
-                if (values, indices) not in ((None, "int32"), ("float16", "packed")):
-                    continue
-                found.append(
-                    Contender(
-                        f"{algorithm} ({wire})",
-                        lambda s, a=algorithm, c=common: mpi.sparse_allreduce(
-                            s, n, algorithm=a, **c
-                        ),
-                        exact=wire,
-                    )
-                )
-            found.append(Contender(f"Ok-Topk ({wire})", OkTopk(indices, values or "float32")))
+def contenders() -> dict[str, Callable[[Sparse], object]]:
+    """The collectives by name; those with the same text in brackets make the same sum."""
+    found: dict[str, Callable[[Sparse], object]] = {}
+    for indices, values in (("int32", "float32"), ("packed", "float16")):
+        common = {"comm": comm, "values": values, "indices": indices}
+        for name in (*SPARSE, "auto"):
+            found[f"{name} ({indices}, {values})"] = lambda chosen, name=name, common=common: (
+                mpi.sparse_allreduce(chosen, n, algorithm=name, **common)
+            )
+    for indices in ("int32", "packed"):
+        for values in ("float32", "float16"):
+            found[f"Ok-Topk ({indices}, {values})"] = OkTopk(indices, values)
     return found
 
 
 def main() -> None:
-    everyone = contenders()
-    # Two rounds are not counted: connections open, and Ok-Topk finds its thresholds.
-    total = (options.rounds + 2) * len(everyone)
-    with tqdm(total=total, disable=world.rank != 0, ncols=90) as bar:
-        for step in range(options.rounds + 2):
-            for contender in random.Random(step).sample(everyone, len(everyone)):
-                contender.step(step, counted=step >= 2)
-                bar.update()
+    calls = contenders()
+    #: by name, of each step: seconds, bytes that a rank sent, and those that came in
+    found: dict[str, list[tuple[float, int, int]]] = {name: [] for name in calls}
+    for step, name in turns([*calls], _UNCOUNTED + options.rounds):
+        chosen, sent = chosen_in(step), comm.bytes_sent + engine.comm.bytes_sent
+        world.Barrier()
+        before = arrived()
+        seconds = slowest(world, calls[name], chosen)
+        wire = world.allreduce(arrived() - before, MPI.MAX)
+        all_sent = world.allreduce(comm.bytes_sent + engine.comm.bytes_sent - sent)
+        found[name].append((seconds, all_sent // world.size, wire))
     if world.rank:
         return
-    base = statistics.median(everyone[0].seconds)
-    floor = 8 * k * (world.size - 1) / world.size
-    dense = 2 * 4 * n * (world.size - 1) / world.size
+    samples = {name: [*zip(*own[_UNCOUNTED:], strict=True)] for name, own in found.items()}
+    medians = {name: statistics.median(seconds) for name, (seconds, *_) in samples.items()}
+    base = next(iter(medians.values()))
+    rows = []
+    for name, (seconds, payload, wire) in samples.items():
+        times = (f"{1e3 * value:.1f}" for value in (medians[name], min(seconds), max(seconds)))
+        exact = [other for other in medians if not other.startswith("Ok-Topk")]
+        same = [medians[other] for other in exact if other.endswith(name.partition(" ")[2])]
+        best = f"{medians[name] / min(same):.2f}" if name in exact else "-"
+        kilobytes = (f"{statistics.median(x) / 1000:,.0f}" for x in (payload, wire))
+        rows.append((name, *times, f"{base / medians[name]:.2f}x", best, *kilobytes))
+    floor, dense = (x * (world.size - 1) / world.size / 1000 for x in (8 * k, 8 * n))
     print(f"\n{n:,} elements, {k:,} chosen on each of {world.size} ranks; floor of pairs", end=" ")
-    print(f"{floor / 1000:,.0f} kB received, of the dense array {dense / 1000:,.0f} kB")
-    print(f"{'':34} {'median':>9} {'min':>9} {'max':>9} {'speed-up':>9} {'x best':>7}", end="")
-    print(f" {'payload':>11} {'interface':>12}")
-    best: dict[str, float] = {}
-    for c in everyone:
-        best[c.exact] = min(best.get(c.exact, math.inf), statistics.median(c.seconds))
-    for c in everyone:
-        ratio = f"{statistics.median(c.seconds) / best[c.exact]:7.2f}" if c.exact else "-"
-        line = f"{c.name:34}"
-        for value in (statistics.median(c.seconds), min(c.seconds), max(c.seconds)):
-            line += f" {1e3 * value:6.1f} ms"
-        wire = f"{statistics.median(c.wire) / 1000:9,.0f} kB" if received_file.exists() else "-"
-        payload = statistics.median(c.payload) / 1000
-        line += f" {base / statistics.median(c.seconds):8.2f}x {ratio:>7}"
-        print(f"{line} {payload:8,.0f} kB {wire:>12}")
+    print(f"{floor:,.0f} kB received, of the dense array {dense:,.0f} kB")
+    times = ("median, ms", "min", "max", "speed-up", "x best")
+    print(text_table(("", *times, "payload, kB", "interface"), rows))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,16 @@
-"""The ratios of the DGC paper from the shapes of the models, and what we really send."""
+"""The shapes of models with a name, and the bytes that a rank sends of their gradients."""
 
 import math
 
 import numpy as np
 import pytest
 
-from benchmarks.accounting import dense_bytes, dgc_paper_bytes, ratio
 from hvd_compress import DGC, Context, Gather
 from hvd_compress.advisor.shapes import mobilenet_v2, ptb_lstm, resnet50
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.reduce import Reducer
 from hvd_compress.wire import sparse_size
-from tests.published_models import alexnet, deep_speech
-
-MIB = 2**20
 
 
 def elements(shapes, matrices):
@@ -26,17 +22,14 @@ def elements(shapes, matrices):
     [
         (resnet50(), 161, 25_502_912, 54_120),
         (mobilenet_v2(), 158, 3_469_760, 35_112),
-        (alexnet(), 16, 60_954_656, 10_568),
         (ptb_lstm(), 10, 51_000_000, 34_000),
-        (deep_speech(), 59, 127_842_476, 105_192),
     ],
-    ids=["resnet50", "mobilenet-v2", "alexnet", "ptb-lstm", "deep-speech"],
+    ids=["resnet50", "mobilenet-v2", "ptb-lstm"],
 )
 def test_shapes(shapes, tensors, in_matrices, in_vectors):
     assert len(shapes) == tensors
     assert elements(shapes, matrices=True) == in_matrices
     assert elements(shapes, matrices=False) == in_vectors
-    assert dense_bytes(shapes) == 4 * (in_matrices + in_vectors)
 
 
 def test_some_of_resnet50s_tensors():
@@ -49,39 +42,6 @@ def test_some_of_resnet50s_tensors():
     assert shapes["fc.weight"] == (1000, 2048)
     assert list(shapes)[-2:] == ["fc.weight", "fc.bias"]
     assert sum("downsample" in name for name in shapes) == 4 * 3
-
-
-@pytest.mark.parametrize(
-    ("shapes", "dense", "encoded", "computed", "published"),
-    [
-        (resnet50(), 97.49, 0.3524, 276.67, 277),
-        (alexnet(), 232.56, 0.3891, 597.70, 597),
-        (ptb_lstm(), 194.68, 0.4215, 461.85, 462),
-    ],
-    ids=["resnet50", "alexnet", "ptb-lstm"],
-)
-def test_the_papers_ratios(shapes, dense, encoded, computed, published):
-    sent = dgc_paper_bytes(shapes, density=0.001)
-    assert dense_bytes(shapes) / MIB == pytest.approx(dense, abs=0.005)
-    assert sent / MIB == pytest.approx(encoded, abs=0.00005)
-    assert ratio(shapes, sent) == pytest.approx(computed, abs=0.005)
-    assert abs(ratio(shapes, sent) - published) < 1
-
-
-def test_the_ratio_of_the_speech_model_is_not_the_papers():
-    """It has 488 MB, 0.74 MB and 608x, which do not agree: no choice of what is sent whole gives
-    all three."""
-    shapes = deep_speech()
-    assert dense_bytes(shapes) / MIB == pytest.approx(488.08, abs=0.005)
-    whole = dgc_paper_bytes(shapes, density=0.001)
-    assert ratio(shapes, whole) == pytest.approx(430.9, abs=0.05)
-    selected = dgc_paper_bytes(
-        shapes, 0.001, lambda name, shape: len(shape) == 1 and "bias_" not in name
-    )
-    assert ratio(shapes, selected) == pytest.approx(617.8, abs=0.05)
-    assert ratio(shapes, selected) > 608 > ratio(shapes, whole)
-    least = dgc_paper_bytes(shapes, 0.001, lambda name, shape: False)
-    assert least / MIB == pytest.approx(0.732, abs=0.001)
 
 
 def bytes_sent(method, gradients):
@@ -113,9 +73,6 @@ def test_what_we_send_for_resnet50(values, in_all):
         assert sent == expected, name
         total += sent
     assert total == in_all
-    # 32 bits an index instead of 16, and 16 bytes a header: what simple indices cost.
-    overhead = total / dgc_paper_bytes(shapes, 0.001)
-    assert overhead < (1.15 if values == "float32" else 1.01)
 
 
 @pytest.mark.parametrize(

@@ -445,6 +445,10 @@ def test_local_step():
             *("sparse_allreduce", "--elements 100000 --rounds 1", "chosen on each of 2 ranks"),
             marks=full,
         ),
+        pytest.param(
+            *("many_ranks", "--elements 9000 12000 --rounds 1", "2 ranks, 12,000 elements"),
+            marks=full,
+        ),
     ],
 )
 def test_benchmarks_of_collectives_start_their_ranks(name, options, words):
@@ -452,29 +456,6 @@ def test_benchmarks_of_collectives_start_their_ranks(name, options, words):
     _, output = jobs.run([*command, *options.split()], timeout=180)
     assert output.startswith("$ ")
     assert words in output
-
-
-@full
-@pytest.mark.timeout(200)
-def test_scaling(tmp_path):
-    script = str(ROOT / "benchmarks" / "scaling.py")
-    found, pictures = tmp_path / "found.json", [tmp_path / "here.png", tmp_path / "there.png"]
-    command = [jobs.python(), script, "--ranks", "3", "--elements", "100000", "--sizes", "1e4"]
-    command += ["--rounds", "1", "--predict", "8", "--memory", "0.01", "--output", str(found)]
-    _, output = jobs.run([*command, "--picture", str(pictures[0])], timeout=180)
-    assert output.startswith("$ ")
-    assert "measured on 3 ranks" in output
-    # Each method at each point, and what is more than the memory: 3 * 100000 * 40 bytes.
-    rows = re.findall(r"^ +(\d) +([\d,]+) +(float32|fp16|DGC) +[\d.]+ ms", output, re.MULTILINE)
-    points = [("2", "10,000"), ("2", "100,000"), ("3", "10,000")]
-    methods = ("float32", "fp16", "DGC")
-    assert rows == [(*point, method) for point in points for method in methods]
-    assert re.search(r"^ +3 +100,000 not measured", output, re.MULTILINE)
-    command = [jobs.python(), script, "--load", str(found), "--gbits", "10", "--latency-us", "50"]
-    _, output = jobs.run([*command, "--picture", str(pictures[1])], timeout=60)
-    assert "10.00 Gbit/s and 50 us a round" in output
-    for picture in pictures:
-        assert picture.read_bytes().startswith(PNG)
 
 
 def start(

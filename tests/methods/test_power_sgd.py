@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from hvd_compress import ConfigError, Context, PowerSGD
-from hvd_compress.advisor.shapes import ptb_lstm
+from hvd_compress.advisor.shapes import Shapes, linear, norm, ptb_lstm
 from hvd_compress.backends import backend_of
 from hvd_compress.blocks import chain, error_feedback, power_sgd
 from hvd_compress.engines.base import alone
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.meetings.factors import orthonormal_rows
 from hvd_compress.requests import Sum
-from tests.published_models import resnet18_cifar
 
 M = np.array([[3.0, 0.0], [0.0, 1.0]])
 
@@ -138,6 +137,24 @@ def floats(shapes, method: PowerSGD) -> int:
         gradient = np.zeros(shape, np.float32)
         run([alone(method.exchange(gradient, method.init(gradient), Context()), note)])
     return sum(sizes)
+
+
+def resnet18_cifar(classes: int = 10) -> Shapes:
+    """ResNet-18 for images of 32 x 32 pixels, as in experiments on CIFAR-10: a first convolution of
+    3 x 3, and no pooling behind it."""
+    shapes: Shapes = {"conv1.weight": (64, 3, 3, 3), **norm("bn1", 64)}
+    inputs = 64
+    for stage, width in enumerate((64, 128, 256, 512), start=1):
+        for block in range(2):
+            at = f"layer{stage}.{block}"
+            for i, channels in enumerate((inputs, width), start=1):
+                shapes[f"{at}.conv{i}.weight"] = (width, channels, 3, 3)
+                shapes |= norm(f"{at}.bn{i}", width)
+            if inputs != width:
+                shapes[f"{at}.shortcut.0.weight"] = (width, inputs, 1, 1)
+                shapes |= norm(f"{at}.shortcut.1", width)
+            inputs = width
+    return shapes | linear("linear", classes, inputs)
 
 
 @pytest.mark.parametrize(

@@ -72,18 +72,11 @@ def assemble(regions: Sequence[Vector], bounds: Sequence[int], form: Format) -> 
 
 
 def _seconds(costs: Any, entries: EntryCount, p: int) -> float:
-    return seconds_by_owners(costs, entries, p, entries.message(p), 2)
-
-
-def seconds_by_owners(
-    costs: Any, entries: EntryCount, p: int, returned: float, exchanges: int
-) -> float:
-    """Return the seconds of so many exchanges with all ranks, in which owners of regions add up and
-    return ``returned`` bytes in all."""
+    returned = entries.message(p)
     moved = (entries.pair * entries.k + returned) * (p - 1) / p
     # One vector after the other is merged into the sum so far.
     merged = sum(entries.union(ranks) + entries.k for ranks in range(1, p)) / p
-    rounds = 2 * exchanges * costs.round_with_all(p)  # sizes go ahead of all messages
+    rounds = 4 * costs.round_with_all(p)  # two exchanges, and sizes go ahead of all messages
     return rounds + moved * costs.fan + (merged + returned / entries.pair) * costs.merge
 
 
