@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import statistics
@@ -22,11 +23,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch.nn import functional
 from tqdm import tqdm
 
-from benchmarks.lockstep_mlp import Network, exchange
 from benchmarks.turns import write_rows
 from hvd_compress.cli.options import parser_of, picture_file
+from hvd_compress.engines.lockstep import World
 from mpi_examples import accuracy
 from mpi_examples.accuracy import half_width
 from mpi_examples.data import Arrays, mnist, mnist_cache, mnist_folder
@@ -157,28 +160,69 @@ _mnist = functools.cache(mnist)
 def train(cell: Cell, seed: int, data: Arrays) -> dict[str, Any]:
     """Return the test accuracy and loss after each epoch, and the bytes that a rank sent: a step,
     and in the last."""
-    x, x_test, y, y_test = data
-    x, x_test = x.reshape(-1, INPUTS), x_test.reshape(-1, INPUTS)
+    torch.set_num_threads(1)
+    x, x_test, y, y_test = map(torch.from_numpy, data)
+    x, x_test, y, y_test = (
+        x.reshape(-1, INPUTS),
+        x_test.reshape(-1, INPUTS),
+        y.long(),
+        y_test.long(),
+    )
     widths = INPUTS, *map(int, cell.hidden.split("-")), CLASSES
-    network = Network(widths, np.random.default_rng(seed))
+    weights = drawn(widths, np.random.default_rng(seed))
+    #: Nesterov's, of the optimizer where the method does not have it
+    velocities = {name: np.zeros_like(w.detach().numpy()) for name, w in weights.items()}
     method = compressor(cell.method, cell.density, WARMUP)
-    shapes = {name: w.shape for name, w in network.weights.items()}
-    average = exchange(method, shapes, cell.ranks, cell.momentum)
+    inside = cell.momentum if method.takes_momentum else 0.0
+    world = World(method, cell.ranks, fused=True)
     batches, scores, losses, bytes_sent = len(x) // BATCH, [], [], []
     for epoch in range(cell.epochs):
         order = np.random.default_rng([seed, epoch]).permutation(len(x))[: batches * BATCH]
         for step, at in enumerate(order.reshape(batches, cell.ranks, -1)):
-            now = epoch + step / batches
-            network.differentiate(x[at], y[at], average.gradients)
-            network.step(average(now, epoch * batches + step), cell.lr * rate(now, cell.epochs))
-            bytes_sent.append(average.sent(now, epoch * batches + step))
-        score, loss = network.test(x_test, y_test)
-        scores.append(score)
-        losses.append(loss)
+            world.epoch = now = epoch + step / batches
+            gradients = []
+            for mine in at:
+                loss = functional.cross_entropy(logits(weights, x[mine]), y[mine])
+                own = torch.autograd.grad(loss, [*weights.values()])
+                gradients.append({n: g.numpy() for n, g in zip(weights, own, strict=True)})
+            before, lr = world.record.bytes_sent, cell.lr * rate(now, cell.epochs)
+            outcomes = world.exchange_all(gradients, momentum=inside, nesterov=inside > 0)[0]
+            bytes_sent.append(world.record.bytes_sent - before)
+            for name, outcome in outcomes.items():
+                d = np.array(outcome.direction)
+                if cell.momentum and not inside:
+                    u = velocities[name]
+                    u += d
+                    u *= np.float32(cell.momentum)
+                    d += u
+                weights[name].detach().numpy()[...] -= np.float32(lr) * d
+        with torch.no_grad():
+            z = logits(weights, x_test)
+            scores.append(100 * (z.argmax(-1) == y_test).double().mean().item())
+            losses.append(functional.cross_entropy(z, y_test).item())
     return {
         **{"final": scores[-1], "test_loss": losses[-1], "scores": scores, "losses": losses},
         **{"sent": statistics.mean(bytes_sent), "sent_last": bytes_sent[-1]},
     }
+
+
+def drawn(widths: tuple[int, ...], random: np.random.Generator) -> dict[str, torch.Tensor]:
+    """Return weights of linear layers, as PyTorch draws them."""
+    weights = {}
+    for layer, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+        for name, shape in (("weight", (outputs, inputs)), ("bias", outputs)):
+            w = random.uniform(-(inputs**-0.5), inputs**-0.5, shape).astype(np.float32)
+            weights[f"{name}{layer}"] = torch.from_numpy(w).requires_grad_()
+    return weights
+
+
+def logits(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return what a network of linear layers says, with rectifiers between them."""
+    layers = len(weights) // 2
+    for layer in range(layers):
+        x = functional.linear(x, weights[f"weight{layer}"], weights[f"bias{layer}"])
+        x = x.relu() if layer + 1 < layers else x
+    return x
 
 
 def rate(epoch: float, epochs: int) -> float:
