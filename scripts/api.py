@@ -26,94 +26,53 @@ class Page(NamedTuple):
     file: str
     title: str
     modules: tuple[str, ...]
-    #: lines that its examples begin with, beside those of :attr:`begin`
-    also: tuple[str, ...] = ()
+    #: what examples of the page take for granted, as a program
+    begin: str
 
-    @property
-    def begin(self) -> str:
-        """What examples of the page take for granted, as a program."""
-        names = (f"from {module} import *" for module in self.modules)
-        return "\n".join(("import numpy as np", *self.also, *names))
+
+def page_of(file: str, title: str, modules: str, also: str = "", framework: str = "") -> Page:
+    """Return the page of some modules of the package.
+
+    Its examples begin with the lines of ``also``, or with those of a binding of a framework, and
+    with all names of the modules.
+    """
+    paths = tuple(f"{ALL}.{name}".rstrip(".") for name in modules.split(" "))
+    if framework:
+        binding = modules.partition(" ")[0].removesuffix(".lightning")
+        also = f"{framework}\nimport {ALL}.{binding} as hvd\nhvd.init()"
+    lines = [
+        "import numpy as np",
+        *([also] if also else []),
+        *(f"from {x} import *" for x in paths),
+    ]
+    return Page(file, title, paths, "\n".join(lines))
 
 
 WORLD = f"from {ALL}.engines.lockstep import World"
-TORCH = ("import torch", f"import {ALL}.torch as hvd")
-KERAS = ("import keras", "import tensorflow as tf", f"import {ALL}.tensorflow.keras as hvd")
+LOCAL = f"from {ALL}.engines.local import LocalEngine\n{WORLD}"
+TORCH, TF, KERAS = (
+    "import torch",
+    "import tensorflow as tf",
+    "import keras\nimport tensorflow as tf",
+)
+BOTH, SYSTEMS = "{0} {0}.callbacks", "systems systems.rounds systems.graphs systems.teachers"
 PAGES = (
-    Page(
-        "methods",
-        "Methods and schedules",
-        (f"{ALL}.methods", f"{ALL}.learned", f"{ALL}.schedules"),
-        (WORLD,),
-    ),
-    Page("errors", "Errors", (f"{ALL}.errors",), (f"import {ALL} as hvd", WORLD)),
-    Page(
-        "core",
-        "The core",
-        (ALL, f"{ALL}.reduce", f"{ALL}.stats", f"{ALL}.testing"),
-        (f"from {ALL}.engines.local import LocalEngine", WORLD),
-    ),
-    Page("torch", "PyTorch", (f"{ALL}.torch",), (*TORCH, "hvd.init()")),
-    Page(
-        "trainers",
-        "Trainers",
-        (f"{ALL}.torch.lightning", f"{ALL}.torch.transformers"),
-        (*TORCH, "hvd.init()"),
-    ),
-    Page(
-        "torch-mpi",
-        "PyTorch over MPI",
-        (f"{ALL}.torch.mpi",),
-        (TORCH[0], f"import {ALL}.torch.mpi as hvd", "hvd.init()"),
-    ),
-    Page(
-        "tensorflow",
-        "TensorFlow",
-        (f"{ALL}.tensorflow",),
-        ("import tensorflow as tf", f"import {ALL}.tensorflow as hvd", "hvd.init()"),
-    ),
-    Page(
-        "keras",
-        "Keras",
-        (f"{ALL}.tensorflow.keras", f"{ALL}.tensorflow.keras.callbacks"),
-        (*KERAS, "hvd.init()"),
-    ),
-    Page(
-        "tensorflow-mpi",
-        "TensorFlow over MPI",
-        (f"{ALL}.tensorflow.mpi",),
-        ("import tensorflow as tf", f"import {ALL}.tensorflow.mpi as hvd", "hvd.init()"),
-    ),
-    Page(
-        "keras-mpi",
-        "Keras over MPI",
-        tuple(f"{ALL}.tensorflow.keras.mpi{m}" for m in ("", ".callbacks")),
-        (*KERAS[:2], f"import {ALL}.tensorflow.keras.mpi as hvd", "hvd.init()"),
-    ),
-    Page(
-        "mpi",
-        "Collectives over MPI",
-        (f"{ALL}.mpi",),
-        (f"import {ALL}.mpi", "from mpi4py import MPI"),
-    ),
-    Page(
-        "systems",
-        "Systems",
-        tuple(f"{ALL}.systems{of}" for of in ("", ".rounds", ".graphs", ".teachers", ".servers")),
-    ),
-    Page("optimizers", "Formulas of optimizers", (f"{ALL}.optimizers",)),
-    Page(
-        "blocks",
-        "Building blocks",
-        (f"{ALL}.blocks",),
-        (f"from {ALL} import Context", WORLD),
-    ),
-    Page("advisor", "The advisor", (f"{ALL}.advisor",)),
-    Page(
-        "studies",
-        "Studies",
-        (f"{ALL}.studies.measures", f"{ALL}.torch.studies.measures"),
-    ),
+    page_of("methods", "Methods and schedules", "methods learned schedules", WORLD),
+    page_of("errors", "Errors", "errors", f"import {ALL} as hvd\n{WORLD}"),
+    page_of("core", "The core", " reduce stats testing", LOCAL),
+    page_of("torch", "PyTorch", "torch", framework=TORCH),
+    page_of("trainers", "Trainers", "torch.lightning torch.transformers", framework=TORCH),
+    page_of("torch-mpi", "PyTorch over MPI", "torch.mpi", framework=TORCH),
+    page_of("tensorflow", "TensorFlow", "tensorflow", framework=TF),
+    page_of("keras", "Keras", BOTH.format("tensorflow.keras"), framework=KERAS),
+    page_of("tensorflow-mpi", "TensorFlow over MPI", "tensorflow.mpi", framework=TF),
+    page_of("keras-mpi", "Keras over MPI", BOTH.format("tensorflow.keras.mpi"), framework=KERAS),
+    page_of("mpi", "Collectives over MPI", "mpi", f"import {ALL}.mpi\nfrom mpi4py import MPI"),
+    page_of("systems", "Systems", f"{SYSTEMS} systems.servers"),
+    page_of("optimizers", "Formulas of optimizers", "optimizers"),
+    page_of("blocks", "Building blocks", "blocks", f"from {ALL} import Context\n{WORLD}"),
+    page_of("advisor", "The advisor", "advisor"),
+    page_of("studies", "Studies", "studies.measures torch.studies.measures"),
 )
 #: names of modules that have no list, or that are there beside it: made when they are asked for, or
 #: classes of what is returned

@@ -98,10 +98,11 @@ class Case:
 
     def __init__(self, name: str, draw: random.Random) -> None:
         self.name, self.draw, self.fused = name, draw, draw.random() < 0.6
+        self.kind = name.split("-")[0]
         self.at = draw.randrange(_clean(name, self.fused)[0])
 
     def __str__(self) -> str:
-        return f"{'fused' if self.fused else 'blocks'}, message {self.at}"
+        return f"{self.name}, {'fused' if self.fused else 'blocks'}, message {self.at}"
 
     def outcome(self) -> str:
         """Return a word of the campaign; raise whatever else comes out."""

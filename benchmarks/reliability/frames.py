@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.reliability.damage import HARMLESS, NOTICED, UNCHANGED, spoil
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Context
 from hvd_compress.codecs.frame import decode_coded, encode_coded
-from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
 from hvd_compress.methods.rows import as_rows
 from hvd_compress.requests import Gather
 from hvd_compress.systems.servers import messages
@@ -19,11 +22,10 @@ from hvd_compress.wire import decode, decode_sparse, encode_dense, encode_sparse
 from hvd_compress.wire.frame import decode_dense
 from hvd_compress.wire.rows import decode_rows, encode_rows
 from tests.codecs.test_codecs import EVERY
+from tests.frames import sealed
 
-with warnings.catch_warnings():
-    warnings.simplefilter(
-        "ignore"
-    )  # two methods want other learning rates, which nobody takes here
+with warnings.catch_warnings():  # two methods want other learning rates, which nobody takes here
+    warnings.simplefilter("ignore")
     from tests.method_table import ROWS
 
 _F4, _F8 = np.dtype(np.float32), np.dtype(np.float64)
@@ -42,6 +44,21 @@ class Frame(NamedTuple):
     places: tuple[int, ...] = ()
     sizes: tuple[int | None, ...] = ()
 
+    def judge(self, damaged: np.ndarray, has_right_checksum: bool) -> str:
+        """Return what comes of a damaged frame, one of the campaign's words; raise whatever else
+        its reader raises, or ``AssertionError`` for a result that should not be."""
+        try:
+            found = self.read(damaged)
+        except PayloadError:
+            return NOTICED
+        if np.array_equal(damaged, self.frame):
+            return UNCHANGED
+        if not has_right_checksum:
+            raise AssertionError("damage was not noticed")
+        if not self.is_sane(found):
+            raise AssertionError(f"a result out of range: {found}")
+        return HARMLESS
+
     def is_sane(self, found: tuple[Any, ...]) -> bool:
         """Return whether nothing of a result could do harm: be it wrong, if its checksum is
         right."""
@@ -54,6 +71,37 @@ class Frame(NamedTuple):
             elif self.sizes and self.sizes[i] is not None and x.size != self.sizes[i]:
                 return False
         return True
+
+
+class Case:
+    """One case: a frame, and its damage.  Half of the damaged frames get the checksum of their
+    bytes, as no accident would."""
+
+    def __init__(self, name: str, draw: random.Random) -> None:
+        frames = _by_name(draw.randrange(8))
+        self.kind, self.frame = name.split()[0], frames[name]
+        self.damaged = spoil(self.frame.frame, [f.frame for f in frames.values()], draw)
+        self.forged = draw.random() < 0.5 and self.damaged.size >= 16
+        if self.forged:
+            self.damaged = sealed(self.damaged)
+
+    def __str__(self) -> str:
+        return f"{self.frame.name}, frame {self.damaged.tobytes().hex()}"
+
+    def outcome(self) -> str:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy, about forged numbers
+            return self.frame.judge(self.damaged, self.forged)
+
+
+def names() -> list[str]:
+    return [*_by_name(0)]
+
+
+@functools.cache
+def _by_name(seed: int) -> dict[str, Frame]:
+    return {frame.name: frame for frame in every(seed)}
 
 
 def every(seed: int = 0) -> list[Frame]:

@@ -1,7 +1,7 @@
 """The campaign of kills: jobs of which a rank is killed or stopped, or a link cut or slowed.
 
-At a random instant, after all ranks have taken a step.  What must come of it is in ``_EXPECTED``:
-either all go on, or every other rank ends in time, and somebody says why.
+At a random instant, after all ranks have taken a step.  What must come of it is in ``JOBS``: either
+all go on, or every other rank ends in time, and somebody says why.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import json
 import os
 import random
 import re
@@ -24,324 +23,263 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks.reliability import elastic
-from benchmarks.reliability.names import GOES_ON, KILLED, SLACK, START, Outcome
 from tests import jobs
 from tests.cluster import Network, unavailable
 
-#: seconds of the jobs' own time-outs
-TIMEOUT = 8.0
-_WORKER = "benchmarks.reliability.worker"
-
-
-class Running:
-    """A job with its folder, whose ranks write there what they do."""
-
-    def __init__(self, process: subprocess.Popen[str], folder: Path, ranks: int) -> None:
-        self.process, self.folder, self.ranks, self.log = process, folder, ranks, folder / "log"
-
-    def steps(self, rank: int) -> int:
-        file = self.folder / f"{rank}.steps"
-        return int(file.read_text()) if file.exists() else 0
-
-    def pid(self, rank: int) -> int:
-        return int((self.folder / f"{rank}.pid").read_text())
-
-    def end(self, rank: int) -> list[Any] | None:
-        file = self.folder / f"{rank}.end"
-        return json.loads(file.read_text()) if file.exists() else None
-
-    def lives(self, rank: int) -> bool:
-        """Return whether a rank's process is there, and no zombie."""
-        with contextlib.suppress(OSError):
-            return (
-                Path(f"/proc/{self.pid(rank)}/stat").read_text().rpartition(")")[2].split()[0]
-                != "Z"
-            )
-        return False
-
-    def place(self, rank: int) -> str:
-        """Return where a rank's threads are."""
-        with contextlib.suppress(OSError):
-            os.kill(self.pid(rank), signal.SIGUSR1)
-            time.sleep(1)
-            return f"\nrank {rank}: {(self.folder / f'{rank}.trace').read_text()}"
-        return ""
-
-    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while not (holds := condition()) and time.monotonic() < end:
-            time.sleep(0.05)
-        return holds
-
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
-
-
-def _command(kind: str, ranks: int, controller: str, *more: str) -> list[str]:
-    if controller == "torchrun":
-        start = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
-    else:
-        start = jobs.launcher(ranks, controller)
-    start[1:1] = more
-    return [*start, sys.executable, "-m", _WORKER, kind]
+#: seconds of the jobs' own time-outs; that a job may need to start; and beyond its time-outs on a
+#: busy machine
+TIMEOUT, START, SLACK = 8.0, 300.0, 45.0
+METHODS = ["none", "topk:density=0.05", "onebit", "fp8"]
+#: what may come of an accident
+GOES_ON, NAMED, ERROR, ENDED = "goes on", "error names it", "error", "launcher ends all"
+_RECOVERY = ("--enable-recovery",)
+_LATE = {"pause": {GOES_ON}, "jitter": {GOES_ON}}
+_WORKER = [sys.executable, "-m", "benchmarks.reliability.worker"]
 
 
 class Job(NamedTuple):
-    """A job: its command without folder and method, the accidents that happen to it, each with what
-    may come of it, and a text by which the error of a survivor is known."""
+    """A job: its command without folder and method, and the accidents that happen to it, each with
+    what may come of it."""
 
     command: list[str]
     accidents: dict[str, set[str]]
     ranks: int = 3
     environment: dict[str, str] = {}
-    hosts: int = 0
+    has_hosts: bool = False
 
 
-#: what may come of an accident
-NAMED, ERROR, ENDED = "error names it", "error", "launcher ends all"
-_RECOVERY = ("--enable-recovery",)
+def _mpirun(ranks: int, kind: str, *more: str) -> list[str]:
+    start = jobs.launcher(ranks, "mpirun")
+    return [*start[:1], *more, *start[1:], *_WORKER, kind]
+
+
 JOBS = {
-    "horovod": Job(
-        _command("horovod", 3, "mpirun"),
-        {"kill": {ENDED}, "pause": {GOES_ON}, "jitter": {GOES_ON}},
-    ),
+    "horovod": Job(_mpirun(3, "horovod"), {"kill": {ENDED}, **_LATE}),
     "horovod-gloo": Job(
-        _command("horovod", 3, "gloo"),
-        {
-            "kill": {ENDED, ERROR, NAMED},
-            "stop": {ENDED, ERROR, NAMED},
-            "pause": {GOES_ON},
-            "jitter": {GOES_ON},
-        },
+        [*jobs.launcher(3, "gloo"), *_WORKER, "horovod"],
+        {"kill": {ENDED, ERROR, NAMED}, "stop": {ENDED, ERROR, NAMED}, **_LATE},
         environment={"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"},
     ),
     "mpi": Job(
-        _command("mpi", 3, "mpirun"),
-        {
-            "kill": {ENDED, NAMED},
-            "kill-recovery": {NAMED},
-            "stop": {NAMED},
-            "pause": {GOES_ON},
-            "jitter": {GOES_ON},
-        },
+        _mpirun(3, "mpi"),
+        {"kill": {ENDED, NAMED}, "kill-recovery": {NAMED}, "stop": {NAMED}, **_LATE},
     ),
     "ddp": Job(
-        _command("ddp", 3, "torchrun"),
-        {
-            "kill": {ENDED, ERROR, NAMED},
-            "stop": {ERROR, NAMED},
-            "pause": {GOES_ON},
-            "jitter": {GOES_ON},
-        },
+        ["torchrun", "--standalone", "--nproc-per-node", "3", *_WORKER[1:], "ddp"],
+        {"kill": {ENDED, ERROR, NAMED}, "stop": {ERROR, NAMED}, **_LATE},
     ),
     "server": Job(
-        _command("server", 4, "mpirun", *_RECOVERY),
+        _mpirun(4, "server", *_RECOVERY),
         {
-            "kill": {GOES_ON},
-            "stop": {GOES_ON},
-            "pause": {GOES_ON},
-            "kill-server": {NAMED},
-            "stop-server": {NAMED},
-            "jitter": {GOES_ON},
+            **{"kill": {GOES_ON}, "stop": {GOES_ON}, **_LATE},
+            **{"kill-server": {NAMED}, "stop-server": {NAMED}},
         },
         ranks=4,
     ),
     "network": Job(
-        [sys.executable, "-m", _WORKER, "mpi"],
+        [*_WORKER, "mpi"],
         {"cut": {NAMED}, "flap": {GOES_ON}, "slow": {GOES_ON}, "jitter": {GOES_ON}},
-        hosts=3,
+        has_hosts=True,
     ),
 }
 
 
-def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
-    """Run the campaign; return what was counted, and what came out that should not."""
-    found: list[dict[str, Any]] = []
-    problems: list[str] = []
-    if "network" in options.only and (reason := unavailable()):
+class Running:
+    """A job with its folder, whose ranks write there what they do."""
+
+    def __init__(self, process: Any, folder: Path, ranks: int, network: Any = None) -> None:
+        self.process, self.folder, self.ranks, self.network = process, folder, ranks, network
+
+    def text(self, rank: int, what: str) -> str:
+        file = self.folder / f"{rank}.{what}"
+        return file.read_text() if file.exists() else ""
+
+    def steps(self, rank: int) -> int:
+        return int(self.text(rank, "steps") or 0)
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(int(self.text(rank, "pid")), number)
+
+    def lives(self, rank: int) -> bool:
+        """Return whether a rank's process is there, and no zombie."""
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{self.text(rank, 'pid')}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] != "Z"
+        return False
+
+
+def run(options: argparse.Namespace) -> list[str]:
+    """Run the campaign; return what came out that should not."""
+    names, problems = options.only or [*JOBS], []
+    if "network" in names and (reason := unavailable()):
         problems.append(f"network: {reason}")
-        options.only.remove("network")
+        names = [name for name in names if name != "network"]
     cases = [
         (name, accident, number)
         for number in range(options.runs)
-        for name in options.only
-        for accident in (elastic.ACCIDENTS if name == "elastic" else JOBS[name].accidents)
+        for name in names
+        for accident in JOBS[name].accidents
         if accident in (options.accidents or [accident])
     ]
+    #: of each accident of each job what came of it, and the seconds
+    found: dict[tuple[str, str], list[tuple[str, float]]] = collections.defaultdict(list)
     with contextlib.suppress(KeyboardInterrupt):  # what was done by then counts
         for name, accident, number in tqdm(cases, ncols=90):
             draw = random.Random(f"{options.seed}-{name}-{accident}-{number}")
             with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-                one = elastic.one if name == "elastic" else _one
-                outcome = one(name, accident, Path(folder), draw)
-            found.append({"job": name, "accident": accident, "number": number, **outcome._asdict()})
-            if outcome.problem:
-                of = f"--seed {options.seed} {name} {accident} {number}"
-                problems.append(f"{of}: {outcome.problem}")
+                word, seconds, problem = _one(JOBS[name], accident, Path(folder), draw)
+            found[name, accident].append((word, seconds))
+            if problem:
+                problems.append(f"--seed {options.seed} {name} {accident} {number}: {problem}")
                 tqdm.write(problems[-1])
-            if options.json:
-                options.json.write_text(json.dumps(found, indent=1))
     print()
-    for job, accident in dict.fromkeys((row["job"], row["accident"]) for row in found):
-        rows = [row for row in found if (row["job"], row["accident"]) == (job, accident)]
-        words = collections.Counter(row["word"] for row in rows)
-        longest = max(row["seconds"] for row in rows)
+    for (name, accident), rows in found.items():
+        words = collections.Counter(word for word, _ in rows)
         text = ", ".join(f"{count} {word}" for word, count in words.most_common())
-        print(f"{job:14}{accident:15}{len(rows):4} runs: {text}; {longest:.1f} s at most")
-    return found, problems
+        longest = max(seconds for _, seconds in rows)
+        print(f"{name:14}{accident:15}{len(rows):4} runs: {text}; {longest:.1f} s at most")
+    return problems
 
 
 @contextlib.contextmanager
-def _started(job: Job, accident: str, folder: Path, method: str) -> Iterator[tuple[Running, Any]]:
+def _started(job: Job, accident: str, folder: Path, method: str) -> Iterator[Running]:
     command = [*job.command, str(folder), method]
     if accident == "kill-recovery":
         command[1:1] = _RECOVERY
     own = {"RELIABILITY_TIMEOUT": str(TIMEOUT), **job.environment}
-    if job.hosts:
-        with Network(job.hosts) as network, (folder / "log").open("w") as log:
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context((folder / "log").open("w"))
+        if job.has_hosts:
+            network = stack.enter_context(Network(job.ranks))
             start, own = network.job(command, **own)
             process = network.start(start, stdout=log.fileno(), **own)
-            yield Running(process, folder, job.hosts), network
-        return
-    with (
-        (folder / "log").open("w") as log,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=jobs.environment(**own),
-            start_new_session=True,
-        ) as process,
-    ):
-        running = Running(process, folder, job.ranks)
+            yield Running(process, folder, job.ranks, network)
+            return
+        options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT}
+        options |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        process = subprocess.Popen(command, env=jobs.environment(**own), **options)
+        running = Running(stack.enter_context(process), folder, job.ranks)
         try:
-            yield running, None
+            yield running
         finally:
             jobs.kill(process)
             for rank in range(job.ranks):  # torchrun's are in sessions of their own
-                with contextlib.suppress(OSError):
-                    os.kill(running.pid(rank), signal.SIGKILL)
+                with contextlib.suppress(OSError, ValueError):
+                    running.signal(rank, signal.SIGKILL)
 
 
-def _one(name: str, accident: str, folder: Path, draw: random.Random) -> Outcome:
-    job = JOBS[name]
-    with _started(job, accident, folder, draw.choice(KILLED)) as (running, network):
-        ranks = range(running.ranks)
+def _one(job: Job, accident: str, folder: Path, draw: random.Random) -> tuple[str, float, str]:
+    """Return what came of an accident, the seconds until then, and what is wrong with it."""
+    with _started(job, accident, folder, draw.choice(METHODS)) as running:
+        ranks, first = range(job.ranks), int(job is JOBS["server"])
 
         def all_train() -> bool:
             # Beyond the first step, in which the network is measured; a server counts none.
-            return all(running.steps(r) > (name != "server" or r > 0) for r in ranks)
+            return all(running.steps(r) > int(r >= first) for r in ranks)
 
-        if not running.wait(all_train, START):
-            return Outcome("no start", START, f"did not start: {running.output()[-2000:]}")
+        if not _holds(all_train, START):
+            return "no start", START, f"did not start: {_log(folder)}"
         time.sleep(draw.uniform(0, 1.5))
-        victim = 0 if "server" in accident else draw.randrange(int(name == "server"), len(ranks))
+        victim = 0 if "server" in accident else draw.randrange(first, job.ranks)
         start = time.monotonic()
-        _happen(accident, running, victim, network, draw)
-        gone = victim if accident.split("-")[0] in ("kill", "stop") else None
-        survivors = [rank for rank in ranks if rank != gone]
+        _happen(accident, running, victim, draw)
+        is_gone = accident.partition("-")[0] in ("kill", "stop")
+        survivors = [rank for rank in ranks if rank != victim or not is_gone]
         may = job.accidents[accident]
         if GOES_ON in may:
-            outcome = _goes_on(running, survivors, start)
+            word, problem = _goes_on(running, survivors)
         else:
-            outcome = _ends(running, survivors, victim, start)
-        if outcome.word not in may and not outcome.problem:
-            outcome = outcome._replace(problem=f"{outcome.word}, not one of {sorted(may)}")
-        if outcome.problem:
-            text = f"{outcome.problem}; rank {victim}\n{running.output()[-3000:]}"
-            outcome = outcome._replace(problem=text)
-        return outcome
+            word, problem = _ends(running, survivors, victim)
+        seconds = time.monotonic() - start
+        if word not in may and not problem:
+            problem = f"{word}, not one of {sorted(may)}"
+        return word, seconds, problem and f"{problem}; rank {victim}\n{_log(folder)}"
 
 
-def _happen(accident: str, job: Running, victim: int, network: Any, draw: random.Random) -> None:
-    what = accident.split("-")[0]
+def _log(folder: Path) -> str:
+    return (folder / "log").read_text(errors="replace")[-3000:]
+
+
+def _holds(condition: Callable[[], bool], seconds: float = TIMEOUT + SLACK) -> bool:
+    """Wait until a condition holds, and return whether it does in time."""
+    end = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return holds
+
+
+def _happen(accident: str, job: Running, victim: int, draw: random.Random) -> None:
+    what = accident.partition("-")[0]
     if what == "jitter":
-        _delay(job, network, draw)
+        _delay(job, draw)
     elif what == "kill":
-        os.kill(job.pid(victim), signal.SIGKILL)
+        job.signal(victim, signal.SIGKILL)
     elif what in ("stop", "pause"):
-        os.kill(job.pid(victim), signal.SIGSTOP)
+        job.signal(victim, signal.SIGSTOP)
         if what == "pause":
             time.sleep(draw.uniform(0.1, TIMEOUT / 4))
-            os.kill(job.pid(victim), signal.SIGCONT)
+            job.signal(victim, signal.SIGCONT)
     elif what == "slow":
-        network.slow(victim + 1, draw.choice(("5mbit", "20mbit", "100mbit")))
+        job.network.slow(victim + 1, draw.choice(("5mbit", "20mbit", "100mbit")))
     else:
-        network.cut(victim + 1)
+        job.network.cut(victim + 1)
         if what == "flap":
             time.sleep(draw.uniform(0.1, TIMEOUT / 4))
-            network.mend(victim + 1)
+            job.network.mend(victim + 1)
 
 
-def _delay(job: Running, network: Any, draw: random.Random) -> None:
+def _delay(job: Running, draw: random.Random) -> None:
     """For some seconds all that is sent comes late, and from the ranks in another order every time:
     each stops for moments, and on a network its link is cut for moments, or gets another rate."""
     end = time.monotonic() + TIMEOUT / 2
     while time.monotonic() < end:
         some = draw.sample(range(job.ranks), draw.randrange(1, job.ranks + 1))
-        cut = [rank for rank in some if network and draw.random() < 0.3]
+        cut = [rank for rank in some if job.network and draw.random() < 0.3]
         for rank in cut:
-            network.cut(rank + 1)
+            job.network.cut(rank + 1)
         for rank in some:
-            os.kill(job.pid(rank), signal.SIGSTOP)
+            job.signal(rank, signal.SIGSTOP)
         draw.shuffle(some)
         for rank in some:
             time.sleep(draw.uniform(0, 0.2))
-            os.kill(job.pid(rank), signal.SIGCONT)
+            job.signal(rank, signal.SIGCONT)
             if rank in cut:
-                network.mend(rank + 1)
-            elif network:
-                network.slow(rank + 1, draw.choice(("20mbit", "100mbit", "1gbit")))
+                job.network.mend(rank + 1)
+            elif job.network:
+                job.network.slow(rank + 1, draw.choice(("20mbit", "100mbit", "1gbit")))
         time.sleep(draw.uniform(0, 0.05))
 
 
-def _goes_on(job: Running, survivors: list[int], start: float) -> Outcome:
+def _goes_on(job: Running, survivors: list[int]) -> tuple[str, str]:
     """The ranks that are left take five more steps, and end well when they are asked to."""
     before = {rank: now for rank in survivors if (now := job.steps(rank)) > 1}  # no servers
+
+    def ends() -> dict[int, str]:
+        return {rank: end for rank in survivors if (end := job.text(rank, "end"))}
 
     def have_moved() -> bool:
         return all(job.steps(rank) >= now + 5 for rank, now in before.items())
 
-    moved = job.wait(lambda: have_moved() or any(map(job.end, survivors)), TIMEOUT + SLACK)
-    seconds = time.monotonic() - start
-    errors = [end for rank in survivors if (end := job.end(rank)) and end[0]]
-    if errors or not moved:
-        return Outcome("stands still", seconds, f"ranks stand still: {errors or before}")
+    if not _holds(lambda: have_moved() or bool(ends())) or any(map(str.strip, ends().values())):
+        return "stands still", f"ranks stand still: {ends() or before}"
     (job.folder / "stop").touch()
-    if not job.wait(lambda: all(map(job.end, survivors)), TIMEOUT + SLACK):
-        left = [rank for rank in survivors if not job.end(rank)]
-        return Outcome("does not end", seconds, f"ranks {left} do not end when they are asked to")
-    errors = [end for rank in survivors if (end := job.end(rank)) and end[0]]
-    problem = f"in the end: {errors}" if errors else ""
-    return Outcome(GOES_ON, seconds, problem)
+    if not _holds(lambda: len(ends()) == len(survivors)):
+        return "does not end", f"only ranks {[*ends()]} end when they are asked to"
+    errors = [end for end in ends().values() if end.strip()]
+    return GOES_ON, f"in the end: {errors}" if errors else ""
 
 
-def _ends(job: Running, survivors: list[int], victim: int, start: float) -> Outcome:
+def _ends(job: Running, survivors: list[int], victim: int) -> tuple[str, str]:
     """Every survivor ends, and the launcher with them."""
-
-    def are_gone() -> bool:
-        return not any(map(job.lives, survivors))
-
-    gone = job.wait(are_gone, TIMEOUT + SLACK)
-    seconds = time.monotonic() - start
-    if not gone:
-        left = [rank for rank in survivors if job.lives(rank)]
-        text = f"ranks {left} live on; ends: {list(map(job.end, survivors))}"
-        return Outcome("hang", seconds, text + "".join(map(job.place, left)))
-    ends = [end for rank in survivors if (end := job.end(rank))]
-    if any(not name for name, *_ in ends):
-        return Outcome("success", seconds, "a survivor ended as if all were well")
-    names = re.compile(rf"\brank {victim}\b")
-    if any(names.search(message) for _, message, _ in ends):
-        return Outcome(NAMED, seconds)
+    if not _holds(lambda: not any(map(job.lives, survivors))):
+        return "hang", f"ranks {[rank for rank in survivors if job.lives(rank)]} live on"
+    ends = [end for rank in survivors if (end := job.text(rank, "end"))]
+    if not all(map(str.strip, ends)):
+        return "success", "a survivor ended as if all were well"
+    if any(re.search(rf"\brank {victim}\b", end) for end in ends):
+        return NAMED, ""
     if ends:
-        return Outcome(ERROR, seconds)
-    if job.process.poll() is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            job.process.wait(SLACK)
-    if not job.process.returncode:
-        return Outcome("success", seconds, f"exit status {job.process.returncode}")
-    return Outcome(ENDED, seconds)
+        return ERROR, ""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        job.process.wait(SLACK)
+    return ENDED, "" if job.process.returncode else f"exit status {job.process.returncode}"

@@ -1,13 +1,14 @@
 """The campaign of memory: what a process has, over steps and over optimizers.
 
-Over MPI.  "grows" is by how much the resident memory of a rank is more at the end
-than after the first half, when all has been made that is kept, and "a step" is that divided by the
-steps between the two.  Of optimizers each takes two steps and is dropped, with its model.
+Over MPI.  "grows" is by how much the resident memory of a rank is more at the end than after the
+first half, when all has been made that is kept.  An optimizer takes two steps and is dropped, with
+its model.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import warnings
 from collections.abc import Callable
@@ -16,14 +17,15 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hvd_compress.cli.tables import text_table
 from hvd_compress.integrations.launch import under_mpirun
 
 #: bytes by which memory may grow: pages that the C library keeps, in some order
 ALLOWED = 3 * 2**20
 
 
-def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
-    """Run the campaign on each of the ranks; return what was measured, and what grew."""
+def run(options: argparse.Namespace) -> list[str]:
+    """Run the campaign on each of the ranks; return what grew."""
     under_mpirun(options.ranks)
     import torch
 
@@ -31,29 +33,25 @@ def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
 
     hvd.init()
     torch.set_num_threads(1)
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    problems = []
-    for method in tqdm(options.methods, ncols=90, disable=hvd.rank() > 0):
-        found[method] = {
-            "steps": over(trained(method), options.steps),
-            "optimizers": over(made_and_dropped(method), options.optimizers),
-        }
-        for what, own in found[method].items():
-            if own["grows"] > ALLOWED:
-                problems.append(f"{method}, {what}: {own}")
-    if hvd.rank() == 0:
-        print(f"\n{'':20}{'steps':>9}{'MiB':>8}{'grows':>10}{'a step':>9}", end="")
-        print(f"{'made':>8}{'MiB':>8}{'grows':>10}{'each':>9}")
-        for method, rows in found.items():
-            print(f"{method:20}", end="")
-            for own, width in ((rows["steps"], 9), (rows["optimizers"], 8)):
-                print(f"{own['count']:{width},.0f}{own['resident'] / 2**20:8.1f}", end="")
-                print(f"{own['grows'] / 2**10:6.0f} KiB{own['each']:7.1f} B", end="")
-            print()
-    return found, problems if hvd.rank() == 0 else []
+    table, problems = [], []
+    for method in tqdm(options.only, ncols=90, disable=hvd.rank() > 0):
+        row = [method]
+        for turn, count in (
+            (trained(method), options.steps),
+            (made_and_dropped(method), options.optimizers),
+        ):
+            after, grows = over(turn, count)
+            row += [f"{count:,}", f"{after / 2**20:.1f}", f"{grows / 2**10:.0f} KiB"]
+            if grows > ALLOWED:
+                problems.append(f"{method}, {count} times: grows by {grows} bytes")
+        table.append(row)
+    if hvd.rank():
+        return []
+    print(text_table(("", "steps", "MiB", "grows", "optimizers", "MiB", "grows"), table))
+    return problems
 
 
-def over(turn: Callable[[int], None], count: int) -> dict[str, float]:
+def over(turn: Callable[[int], None], count: int) -> tuple[int, int]:
     """Return the resident memory after ``count`` turns, and by how much it grew in their second
     half."""
     begin = max(1, count // 2)
@@ -65,14 +63,12 @@ def over(turn: Callable[[int], None], count: int) -> dict[str, float]:
         turn(i)
     gc.collect()
     after = resident()
-    each = (after - before) / (count - begin)
-    return {"count": count, "resident": after, "grows": after - before, "each": each}
+    return after, after - before
 
 
 def trained(method: str) -> Callable[[int], None]:
     """Return what takes a step of one optimizer."""
-    model, optimizer = _distributed(method)
-    return lambda step: _step(model, optimizer, step)
+    return functools.partial(_step, *_distributed(method))
 
 
 def made_and_dropped(method: str) -> Callable[[int], None]:

@@ -8,14 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -52,44 +49,31 @@ ls /dev/shm > "$FOLDER/$OMPI_COMM_WORLD_RANK.shm"
 exit $status"""
 
 
-def run(options: argparse.Namespace) -> tuple[Any, list[str]]:
-    """Run the campaign; return what was found of each system, and what should not have been."""
+def run(options: argparse.Namespace) -> list[str]:
+    """Run the campaign; return what should not have been."""
     if reason := unavailable():
-        return [], [reason]
+        return [reason]
     chosen = options.only or SOAKED.keys() - DIVERGING
     names = [name for name in SOAKED if name in chosen]
     groups = [names[i : i + GROUP] for i in range(0, len(names), GROUP)]
-    rows: list[dict[str, Any]] = []
-    end, overhead = time.monotonic() + 60 * options.minutes, 10.0
-    with (
-        tqdm(total=len(names), ncols=90) as bar,
-        contextlib.suppress(KeyboardInterrupt),  # what was done by then counts
-    ):
-        for i, group in enumerate(groups):
+    problems: list[str] = []
+    end, overhead, left = time.monotonic() + 60 * options.minutes, 10.0, len(names)
+    with contextlib.suppress(KeyboardInterrupt):  # what was done by then counts
+        for i, group in enumerate(tqdm(groups, ncols=90)):
             begin = time.monotonic()
-            left = end - begin - overhead * (len(groups) - i)
-            seconds = max(5.0, left / (len(names) - len(rows)))
-            found = job(group, *LAYOUTS[i % len(LAYOUTS)], seconds)
+            free = end - begin - overhead * (len(groups) - i)
+            seconds, (hosts, ranks) = max(5.0, free / left), LAYOUTS[i % len(LAYOUTS)]
+            rows, wrong = job(group, hosts, ranks, seconds)
             overhead = time.monotonic() - begin - seconds * len(group)
-            rows += found
-            bar.update(len(group))
-            tqdm.write("\n".join([*map(line, found), *(r["log"] for r in found if "log" in r)]))
-            if options.json:
-                options.json.write_text(json.dumps(rows, indent=1))
-    return rows, [f"{row['system']}: {problem}" for row in rows for problem in row["problems"]]
+            left -= len(group)
+            problems += wrong
+            tqdm.write("\n".join(f"{row}, {hosts} x {ranks}" for row in rows))
+    return problems
 
 
-def line(row: dict[str, Any]) -> str:
-    text = f"{row['system']:24}{row['hosts']} x {row['ranks']}"
-    if "steps" in row:
-        text += f"{row['steps']:7} steps, loss {row['first']:.2f} to {row['last']:.3f}, "
-        text += f"{row['resident'] / 2**20:.0f} MiB, grows {row['grows'] / 2**10:.0f} KiB"
-    return f"{text}, {len(row['problems'])} problems"
-
-
-def job(names: list[str], hosts: int, ranks: int, seconds: float) -> list[dict[str, Any]]:
-    """Train with each system for so many seconds, in one job; return of each what the worst of its
-    ranks has seen."""
+def job(names: list[str], hosts: int, ranks: int, seconds: float) -> tuple[list[str], list[str]]:
+    """Train with each system for so many seconds, in one job; return of each a line about the worst
+    of its ranks, and what was wrong."""
     with tempfile.TemporaryDirectory(prefix="reliability-") as text, Network(hosts) as network:
         folder, limit = Path(text), len(names) * seconds + SLACK
         (folder / "tmp").mkdir()
@@ -102,41 +86,27 @@ def job(names: list[str], hosts: int, ranks: int, seconds: float) -> list[dict[s
             process = network.start(start, stdout=log.fileno(), **env)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(limit)
-        rows = [
-            {"system": name, "hosts": hosts, "ranks": ranks, **_worst(folder, name)}
-            for name in names
-        ]
-        problems = rows[-1]["problems"]
+        rows, problems = [], []
+        for name in names:
+            found = [json.loads(file.read_text()) for file in folder.glob(f"*.{name}.json")]
+            wrong = {problem for rank in found for problem in rank["problems"]}
+            wrong |= set() if found else {"it has not ended, or not begun"}
+            problems += [f"{name}: {problem}" for problem in sorted(wrong)]
+            if workers := [rank for rank in found if rank.get("steps")]:  # and no servers
+                worst = {key: max(rank[key] for rank in workers) for key in workers[0]}
+                rows.append(
+                    f"{name:24}{worst['steps']:7} steps, loss {worst['first']:.2f} to "
+                    f"{worst['last']:.3f}, grows {worst['grows'] / 2**10:.0f} KiB"
+                )
         if process.poll() is None:
-            problems.append(f"no end after {limit:.0f} s{_places(network, folder)}")
+            problems.append(f"{names}: no end after {limit:.0f} s")
         elif process.returncode:
-            problems.append(f"the job's exit status is {process.returncode}")
+            problems.append(f"{names}: the job's exit status is {process.returncode}")
         else:
             problems += _left(network, folder, hosts, ranks)
-        if any(row["problems"] for row in rows):
-            rows[-1]["log"] = (folder / "log").read_text(errors="replace")[-5000:]
-        return rows
-
-
-def _worst(folder: Path, name: str) -> dict[str, Any]:
-    found = [json.loads(file.read_text()) for file in folder.glob(f"*.{name}.json")]
-    problems = sorted({problem for rank in found for problem in rank["problems"]})
-    if not found:
-        problems = ["it has not ended, or not begun"]
-    workers = [rank for rank in found if rank.get("steps")]  # and no servers
-    worst = {key: max(rank[key] for rank in workers) for key in workers[0]} if workers else {}
-    return worst | {"problems": problems}
-
-
-def _places(network: Network, folder: Path) -> str:
-    """Where the ranks of a job are."""
-    for pid in (pid for host in network.hosts for pid in network.pids(host)):
-        with contextlib.suppress(OSError):
-            command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if command[0] == sys.executable and str(folder) in command:
-                os.kill(pid, signal.SIGUSR1)
-    time.sleep(2)
-    return "".join(f"\n{file.stem}: {file.read_text()}" for file in folder.glob("*.trace"))
+        if problems:
+            tqdm.write((folder / "log").read_text(errors="replace")[-5000:])
+        return rows, problems
 
 
 def _left(network: Network, folder: Path, hosts: int, ranks: int) -> list[str]:

@@ -6,12 +6,10 @@ It trains the examples' network with each system for so many seconds, and leaves
 
 from __future__ import annotations
 
-import faulthandler
 import hashlib
 import itertools
 import json
 import math
-import signal
 import statistics
 import sys
 import time
@@ -143,23 +141,20 @@ def found(losses: list[float], memory: list[int], problems: list[str]) -> dict[s
         problems.append(f"the loss does not fall: {first:.3f}, then {last:.3f}")
     if grows > ALLOWED and len(losses) >= MANY:
         problems.append(f"memory grows by {grows / 2**20:.1f} MiB")
-    own = {"steps": len(losses), "first": first, "last": last}
-    return {**own, "resident": memory[-1], "grows": grows, "problems": problems}
+    own = {"steps": len(losses), "first": first, "last": last, "grows": grows}
+    return {**own, "problems": problems}
 
 
 def main(folder: str, seconds: str, *names: str) -> None:
-    with Path(folder, f"{world.rank}.trace").open("w") as trace:
-        faulthandler.register(signal.SIGUSR1, trace)
-        for name in names:
-            try:
-                result = train(name, float(seconds))
-            except BaseException as error:
-                result = {"problems": [f"{type(error).__name__}: {error}"]}
-                traceback.print_exc()
-            Path(folder, f"{world.rank}.{name}.json").write_text(json.dumps(result))
-            if "steps" not in result:
-                world.Abort(1)  # the others would wait for this rank
-        faulthandler.unregister(signal.SIGUSR1)
+    for name in names:
+        try:
+            result = train(name, float(seconds))
+        except BaseException as error:
+            result = {"problems": [f"{type(error).__name__}: {error}"]}
+            traceback.print_exc()
+        Path(folder, f"{world.rank}.{name}.json").write_text(json.dumps(result))
+        if "steps" not in result:
+            world.Abort(1)  # the others would wait for this rank
 
 
 if __name__ == "__main__":

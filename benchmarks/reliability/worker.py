@@ -1,24 +1,21 @@
 """``python -m benchmarks.reliability.worker JOB FOLDER METHOD``: a rank of a job that is disturbed.
 
 It trains a small model until there is a file ``FOLDER/stop``.  Each rank leaves ``RANK.pid`` when
-it starts, ``RANK.steps`` after each step, and ``RANK.end`` when it ends by itself: a JSON of the
-error's name and message, both empty without one, and of the time.  In the end the ranks compare
-the bits of what they have trained.  On SIGUSR1 it writes to ``RANK.trace`` where it is.
+it starts, ``RANK.steps`` after each step, and ``RANK.end`` when it ends by itself: the error, or an
+empty line.  In the end the ranks compare the bits of what they have trained.
 """
 
 from __future__ import annotations
 
 import datetime
-import faulthandler
 import hashlib
 import itertools
-import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,44 +35,46 @@ def has_to_stop() -> bool:
     return (FOLDER / "stop").exists()
 
 
-def counted(rank: int, steps: Iterator[int]) -> None:
-    """Take steps, each of which says that it is done."""
-    write(f"{rank}.pid", str(os.getpid()))
-    for step in steps:
-        write(f"{rank}.steps", str(step + 1))
+class Ranks(NamedTuple):
+    """How a rank trains, and meets the others outside of training."""
 
+    rank: int
+    step: Callable[[int], object]
+    weights: Callable[[], Iterable[np.ndarray]]
+    #: returns the arrays of all ranks
+    gather: Callable[[np.ndarray], Iterable[np.ndarray]]
 
-def digest(arrays: Iterable[np.ndarray]) -> np.ndarray:
-    found = hashlib.sha256(b"".join(x.tobytes() for x in arrays)).digest()
-    return np.frombuffer(found, np.uint8).copy()
-
-
-def compare(digests: np.ndarray) -> None:
-    rows = digests.reshape(-1, 32)
-    if (rows != rows[0]).any():
-        raise AssertionError("the ranks hold different bits")
+    def steps(self) -> Iterator[int]:
+        """Train until any rank has to stop, and compare the bits."""
+        for step in itertools.count():
+            self.step(step)
+            yield step
+            if np.any([*self.gather(np.array([has_to_stop()], np.uint8))]):
+                break
+        digest = hashlib.sha256(b"".join(x.tobytes() for x in self.weights())).digest()
+        if len({x.tobytes() for x in self.gather(np.frombuffer(digest, np.uint8).copy())}) > 1:
+            raise AssertionError("the ranks hold different bits")
 
 
 def over_mpi() -> tuple[int, Iterator[int]]:
     from hvd_compress import mpi
 
     comm = mpi.Communicator(timeout=TIMEOUT)
+    reducer, draw = mpi.Reducer(METHOD, comm=comm), np.random.default_rng(comm.rank)
+    shapes = {f"w{i}": (250, 100) for i in range(4)} | {"b": (300,)}
+    weights = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 
-    def steps() -> Iterator[int]:
-        reducer, draw = mpi.Reducer(METHOD, comm=comm), np.random.default_rng(comm.rank)
-        shapes = {f"w{i}": (250, 100) for i in range(4)} | {"b": (300,)}
-        weights = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        for step in itertools.count():
-            own = {name: draw.standard_normal(x.shape, np.float32) for name, x in weights.items()}
-            for name, direction in reducer.reduce(own).items():
-                weights[name] -= direction
-            yield step
-            if mpi.allreduce(np.array([float(has_to_stop())]), comm=comm)[0]:
-                mine = digest(weights.values())
-                compare(np.concatenate(mpi.MPI.COMM_WORLD.allgather(mine)))
-                return
+    def step(_: int) -> None:
+        own = {name: draw.standard_normal(x.shape, np.float32) for name, x in weights.items()}
+        for name, direction in reducer.reduce(own).items():
+            weights[name] -= direction
 
-    return comm.rank, steps()
+    def gather(x: np.ndarray) -> Iterable[np.ndarray]:
+        mine = np.zeros((comm.size, x.size), np.float32)  # a sum, which has a time-out
+        mine[comm.rank] = x
+        return mpi.allreduce(mine, comm=comm)
+
+    return comm.rank, Ranks(comm.rank, step, weights.values, gather).steps()
 
 
 def by_server() -> tuple[int, Iterator[int]]:
@@ -109,26 +108,19 @@ def over_horovod() -> tuple[int, Iterator[int]]:
     import torch
 
     import hvd_compress.torch as hvd
-    from tests.scenarios.common import distribute, loss_of, make_model, sgd
+    from tests.scenarios.common import distribute, make_model, sgd, train
 
     torch.set_num_threads(1)
     hvd.init()
-
-    def steps() -> Iterator[int]:
-        model = make_model()
-        optimizer = distribute(sgd(model), model, METHOD)
-        for step in itertools.count():
-            optimizer.zero_grad()
-            loss_of(model, hvd.rank(), step).backward()
-            optimizer.step()
-            yield step
-            flag = torch.tensor([float(has_to_stop())])
-            if hvd.allreduce(flag, name="stop", op=hvd.Max)[0]:
-                mine = torch.from_numpy(digest(p.detach().numpy() for p in model.parameters()))
-                compare(hvd.allgather(mine, name="bits").numpy())
-                return
-
-    return hvd.rank(), steps()
+    model = make_model()
+    optimizer = distribute(sgd(model), model, METHOD)
+    ranks = Ranks(
+        hvd.rank(),
+        lambda step: train(model, optimizer, [step]),
+        lambda: [p.detach().numpy() for p in model.parameters()],
+        lambda x: hvd.allgather(torch.from_numpy(x)[None], name="all").numpy(),
+    )
+    return ranks.rank, ranks.steps()
 
 
 def by_ddp() -> tuple[int, Iterator[int]]:
@@ -139,51 +131,43 @@ def by_ddp() -> tuple[int, Iterator[int]]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
+    torch.manual_seed(0)
+    inner = torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5))
+    model = torch.nn.parallel.DistributedDataParallel(inner, bucket_cap_mb=0.005)
+    model.register_comm_hook(DDPState(METHOD, model), ddp_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
-    def steps() -> Iterator[int]:
-        torch.manual_seed(0)
-        inner = torch.nn.Sequential(
-            torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5)
-        )
-        model = torch.nn.parallel.DistributedDataParallel(inner, bucket_cap_mb=0.005)
-        model.register_comm_hook(DDPState(METHOD, model), ddp_hook)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in itertools.count():
-            optimizer.zero_grad()
-            model(torch.randn(8, 40)).square().sum().backward()
-            optimizer.step()
-            yield step
-            flag = torch.tensor([float(has_to_stop())])
-            dist.all_reduce(flag)
-            if flag[0]:
-                mine = torch.from_numpy(digest(p.detach().numpy() for p in inner.parameters()))
-                everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-                dist.all_gather(everyones, mine)
-                compare(torch.cat(everyones).numpy())
-                dist.destroy_process_group()
-                return
+    def step(_: int) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 40)).square().sum().backward()
+        optimizer.step()
 
-    return dist.get_rank(), steps()
+    def gather(x: np.ndarray) -> Iterable[np.ndarray]:
+        everyones = [torch.empty(x.size, dtype=torch.uint8) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyones, torch.from_numpy(x))
+        return [each.numpy() for each in everyones]
+
+    def weights() -> Iterable[np.ndarray]:
+        return [p.detach().numpy() for p in inner.parameters()]
+
+    return dist.get_rank(), Ranks(dist.get_rank(), step, weights, gather).steps()
 
 
-_JOBS: dict[str, Callable[[], tuple[int, Iterator[int]]]] = {
-    "mpi": over_mpi,
-    "server": by_server,
-    "horovod": over_horovod,
-    "ddp": by_ddp,
-}
+JOBS = {"mpi": over_mpi, "server": by_server, "horovod": over_horovod, "ddp": by_ddp}
 
 
 def main() -> None:
-    rank, steps = _JOBS[KIND]()
-    faulthandler.register(signal.SIGUSR1, (FOLDER / f"{rank}.trace").open("w"))
+    rank, steps = JOBS[KIND]()
+    write(f"{rank}.pid", str(os.getpid()))
+    error = ""
     try:
-        counted(rank, steps)
-    except Exception as error:
-        end = [type(error).__name__, str(error), time.time()]
-        write(f"{rank}.end", json.dumps(end))
+        for step in steps:
+            write(f"{rank}.steps", str(step + 1))
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
         raise
-    write(f"{rank}.end", json.dumps(["", "", time.time()]))
+    finally:
+        write(f"{rank}.end", f"{error}\n")
 
 
 if __name__ == "__main__":

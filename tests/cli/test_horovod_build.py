@@ -248,54 +248,33 @@ class TestPlan:
             assert f"{name} {env.version_of(name)}" in out or not env.version_of(name)
         assert not cache.exists()
 
-    @pytest.mark.parametrize("damage", [b"", b"a whe", b"another"])
-    def test_cached_wheel_is_taken_unless_damaged(self, tmp_path, monkeypatch, damage):
+    def test_cached_wheel_is_taken(self, tmp_path, monkeypatch):
         monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path))
         plan = horovod_plan.make_plan()
+        assert plan.wheel is None
         plan.folder.mkdir()
         wheel = plan.folder / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
-        wheel.write_bytes(b"a wheel")
-        assert plan.wheel is None, "of which nothing is recorded"
-        horovod_plan.record_of(wheel).write_text(horovod_plan.digest_of(wheel))
+        wheel.touch()
         assert plan.wheel == wheel
         assert "install the cached wheel" in plan.describe()
-        assert "cached wheel" not in plan.describe(rebuild=True)
-        wheel.write_bytes(damage)
-        assert plan.wheel is None
-        assert "build with" in plan.describe()
-        assert "the cached wheel is damaged" in plan.describe()
-        assert "the cached wheel" not in plan.describe(rebuild=True)
+        assert "build with" in plan.describe(rebuild=True)
 
-    @pytest.mark.parametrize("what", ["root", "folder", "wheel", "record"])
+    @pytest.mark.parametrize("what", ["", "horovod", "horovod/horovod-0.28.1.whl"])
     @pytest.mark.parametrize("how", ["group", "others", "owner"])
     def test_a_cache_that_others_can_change_is_refused(self, tmp_path, monkeypatch, what, how):
-        """The hash of a wheel lies beside it."""
         if how == "owner" and os.geteuid():
             pytest.skip("only root can give files away")
-        root = tmp_path / "cache"
-        monkeypatch.setenv("HVD_COMPRESS_CACHE", str(root))
-        folder = root / "horovod"
-        folder.mkdir(parents=True)
-        wheel = folder / "horovod-0.28.1.whl"
-        paths = {
-            "root": root,
-            "folder": folder,
-            "wheel": wheel,
-            "record": horovod_plan.record_of(wheel),
-        }
-        for path in paths.values():
-            if not path.is_dir():
-                path.touch()
-            path.chmod(0o755)
+        monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path))
+        folder = tmp_path / "horovod"
+        folder.mkdir(0o755)
+        (folder / "horovod-0.28.1.whl").touch(0o644)
         horovod_plan.check_private(folder)
-        changed = paths[what]
+        changed = tmp_path / what
         if how == "owner":
             os.chown(changed, 4321, -1)
-            cure = "set HVD_COMPRESS_CACHE to a folder of your own"
         else:
             changed.chmod(0o775 if how == "group" else 0o757)
-            cure = f"chmod go-w {changed}, or set HVD_COMPRESS_CACHE"
-        with pytest.raises(BuildError, match=f"^{changed} .*{cure}"):
+        with pytest.raises(BuildError, match=f"^{changed} can be written by others"):
             horovod_plan.check_private(folder)
 
     def test_what_is_kept_is_private_whatever_the_umask(self, tmp_path, monkeypatch):
@@ -312,12 +291,6 @@ class TestPlan:
             os.umask(before)
         horovod_plan.check_private(folder)
         assert plan.wheel == wheel
-
-    def test_a_folder_for_all_may_hold_the_caches_of_each(self, tmp_path, monkeypatch):
-        """As /tmp does, where nobody can replace what is another's."""
-        tmp_path.chmod(0o1777)
-        monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path))
-        horovod_plan.check_private(tmp_path / "horovod")
 
     def test_install_looks_at_the_cache_before_it_takes_anything(self, install, tmp_path):
         tmp_path.chmod(0o777)
