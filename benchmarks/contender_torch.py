@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import math
 import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -52,6 +51,7 @@ class Contender:
         self.parameters = {key: torch.nn.Parameter(x) for key, x in weights.items()}
         self.elements = sum(p.numel() for p in self.parameters.values())
         self.module: torch.nn.Module = _Products(self.parameters)
+        self.sgd = torch.optim.SGD(self.parameters.values(), lr=LR, momentum=MOMENTUM)
 
     def sample(self, gradients: Gradients, backward: float) -> tuple[float, float]:
         """Return seconds of the slowest rank, from the start of backward to the last averaged
@@ -74,6 +74,7 @@ class Contender:
 
     def step(self) -> None:
         """Apply them."""
+        self.sgd.step()
 
 
 class _Clock:
@@ -136,7 +137,6 @@ class Wrapped(Contender):
         self, name: str, weights: Gradients, compression: Any, over: Any = hvd, **options: Any
     ) -> None:
         super().__init__(name, weights)
-        self.sgd = torch.optim.SGD(self.parameters.values(), lr=LR, momentum=MOMENTUM)
         named = [(f"{name}.{key}", p) for key, p in self.parameters.items()]
         self.optimizer = over.DistributedOptimizer(
             self.sgd, named_parameters=named, compression=compression, **options
@@ -163,7 +163,6 @@ class DDP(Contender):
     def __init__(self, name: str, weights: Gradients, hook: str) -> None:
         super().__init__(name, weights)
         start_process_group()
-        self.sgd = torch.optim.SGD(self.parameters.values(), lr=LR, momentum=MOMENTUM)
         group = dist.new_group()
         # The callbacks of PowerSGD's hook may run in another order on each rank, unless there is
         # but one bucket.
@@ -187,9 +186,6 @@ class DDP(Contender):
             module.register_comm_hook(state, hvd.ddp_hook)
             self.compression = state
 
-    def step(self) -> None:
-        self.sgd.step()
-
 
 class PlainTopK(Contender):
     """Top-k with error feedback as it is commonly written, for instance in GRACE: a hook of each
@@ -197,7 +193,6 @@ class PlainTopK(Contender):
 
     def __init__(self, name: str, weights: Gradients) -> None:
         super().__init__(name, weights)
-        self.sgd = torch.optim.SGD(self.parameters.values(), lr=LR, momentum=MOMENTUM)
         self._handles: dict[str, list[Any]] = {}
         self.sent = 0.0
         for key, p in self.parameters.items():
@@ -227,9 +222,6 @@ class PlainTopK(Contender):
             mean /= hvd.size()
         self._handles.clear()
 
-    def step(self) -> None:
-        self.sgd.step()
-
 
 class PowerSGDPackage(Contender):
     """The package of PowerSGD's authors, which averages behind backward, over Gloo."""
@@ -245,7 +237,6 @@ class PowerSGDPackage(Contender):
             ) from None
         start_process_group()
         own = list(self.parameters.values())
-        self.sgd = torch.optim.SGD(own, lr=LR, momentum=MOMENTUM)
         self._method = PowerSGD(own, Config(RANK, start_compressing_after_num_steps=0))
 
     def finish(self) -> None:
@@ -255,9 +246,6 @@ class PowerSGDPackage(Contender):
         self._errors = gradients
         for p, mean in zip(self.parameters.values(), means, strict=True):
             p.grad = mean
-
-    def step(self) -> None:
-        self.sgd.step()
 
     def sample(self, gradients: Gradients, backward: float) -> tuple[float, float]:
         for p, error in zip(self.parameters.values(), getattr(self, "_errors", ()), strict=False):
@@ -328,25 +316,18 @@ def start_process_group(over: Any = hvd) -> None:
     if dist.is_initialized():
         return
     alone = over.local_size() == over.size()
-    for _, interface in socket.if_nameindex():
-        name = interface.encode()[:15]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name))
-            except OSError:  # has no address
-                continue
-        address = socket.inet_ntoa(found[20:24])
-        if address.startswith("127.") == alone:
-            break
+    interface, address = next(
+        (name, own.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for own in addresses
+        if own.family == socket.AF_INET and own.address.startswith("127.") == alone
+    )
     with socket.socket() as probe:
         probe.bind((address, 0))
         place = over.broadcast_object((address, probe.getsockname()[1]), 0)
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     url = f"tcp://{place[0]}:{place[1]}"
     dist.init_process_group("gloo", url, rank=over.rank(), world_size=over.size())
-
-
-_SIOCGIFADDR = 0x8915
 
 
 def line_rate() -> float:

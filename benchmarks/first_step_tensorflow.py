@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from turns import turns
+
 from hvd_compress.advisor.shapes import mobilenet_v2
 from hvd_compress.cli.options import parser_of
 from hvd_compress.integrations.launch import under_horovodrun
@@ -73,21 +75,17 @@ def rank() -> None:
     if options.framework == "tensorflow":
         first_step(hvd, None)  # what is done once in a process
         samples = {name: [] for name in methods}
-        for number in range(options.first):
-            for name in list(methods)[number:] + list(methods)[:number]:
-                samples[name].append(first_step(hvd, methods[name]))
+        for _, name in turns([*methods], options.first):
+            samples[name].append(first_step(hvd, methods[name]))
         for name, own in samples.items():
             found[name] = {key: statistics.median(x[key] for x in own) for key in own[0]}
     weights = backend.zeros(mobilenet_v2())
-    contenders = [backend.contender(name, weights) for name in methods]
+    contenders = {name: backend.contender(name, weights) for name in methods}
     exchanges: dict[str, list[float]] = {name: [] for name in methods}
-    for number in range(options.rounds + 3):
-        gradients = backend.random_gradients(mobilenet_v2())
-        turn = number % len(contenders)
-        for contender in contenders[turn:] + contenders[:turn]:
-            seconds, _ = contender.sample(gradients, 0.0)
-            if number >= 3:
-                exchanges[contender.name].append(seconds)
+    for number, name in turns([*methods], options.rounds + 3):
+        seconds, _ = contenders[name].sample(backend.random_gradients(mobilenet_v2()), 0.0)
+        if number >= 3:
+            exchanges[name].append(seconds)
     for name, seconds in exchanges.items():
         found[name]["exchange"] = statistics.median(seconds)
     if hvd.rank() == 0:

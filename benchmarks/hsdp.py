@@ -6,14 +6,13 @@ between hosts in float32 or bfloat16, and ``hvd.compress_replicas`` with several
         python benchmarks/hsdp.py
 
 A step is forward, backward and SGD's step of a perceptron; the slowest rank counts. The methods
-take turns, in another order each round. "sent" is what a rank sends to other replicas, by the
+take turns. "sent" is what a rank sends to other replicas, by the
 messages' sizes: of HSDP, its shard times the bytes of an element.
 """
 # ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 
@@ -41,6 +40,7 @@ import torch.distributed as dist
 from contender_torch import start_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from turns import turns
 
 import hvd_compress.torch as hvd
 import hvd_compress.torch.mpi as over_mpi
@@ -99,20 +99,19 @@ def main() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     shape = size // options.shards, options.shards
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
-    contenders = [Contender(name, mesh) for name in (*HSDP, *options.methods)]
+    contenders = {name: Contender(name, mesh) for name in (*HSDP, *options.methods)}
     torch.manual_seed(1 + rank)
-    order = random.Random(0)
-    for number in range(options.warmup + options.rounds):
-        for each in order.sample(contenders, len(contenders)):
-            seconds = each.step()
-            if number >= options.warmup:
-                each.seconds.append(seconds)
-            elif each.exchange is not None:
-                each.exchange.reset_stats()
+    for number, name in turns([*contenders], options.warmup + options.rounds):
+        each = contenders[name]
+        seconds = each.step()
+        if number >= options.warmup:
+            each.seconds.append(seconds)
+        elif each.exchange is not None:
+            each.exchange.reset_stats()
     if rank == 0:
-        elements = sum(p.numel() for p in contenders[0].model.parameters())
+        elements = sum(p.numel() for p in each.model.parameters())
         print(f"{shape[0]} replicas of {shape[1]} shards, {elements:,} elements")
-        for each in contenders:
+        for each in contenders.values():
             median, least = statistics.median(each.seconds), min(each.seconds)
             print(
                 f"{each.name:<24}{1000 * median:8.1f} ms, least {1000 * least:8.1f} ms, "
