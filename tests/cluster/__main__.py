@@ -26,7 +26,7 @@ def main() -> int:
         limits = {name: getattr(options, name) for name in ("rate", "burst", "latency")}
         with Network(options.hosts, **limits) as network:
             return run(network, options)
-    except (NetworkError, ValueError) as error:
+    except NetworkError as error:
         return fail(str(error))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

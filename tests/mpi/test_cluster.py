@@ -46,7 +46,8 @@ def test_all_scenarios_between_hosts(tmp_path, hosts, ranks_per_host, mpi):
 
 def started(network, folder):
     """A job that trains, once all its ranks do."""
-    job = network.popen([sys.executable, str(WORKER), str(folder)])
+    start, env = network.job([sys.executable, str(WORKER), str(folder)])
+    job = network.start(start, **env)
     ready = [folder / f"{rank}.ready" for rank in range(len(network.hosts))]
     end = time.monotonic() + 60
     while not all(file.exists() for file in ready):
