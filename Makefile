@@ -44,7 +44,7 @@ test-all: lint sanitize ## the same with large arrays, many ranks, clusters, and
 	@$(RUN) $(PYTEST) --full $(ARGS) || [ $$? = 5 ]
 
 sanitize: setup ## tests of the compiled loops under address, undefined-behaviour and thread sanitizers
-	@$(RUN) python scripts/sanitize.py $(ARGS)
+	@$(RUN) python scripts/sanitize.py
 
 lint: setup ## ruff and mypy
 	@$(RUN) ruff check .

@@ -32,7 +32,7 @@ class AbsentError(Exception):
 
 
 class Contender:
-    """Backward alone, which all others contain, with hooks that do nothing.
+    """What a row times, from backward to the step of SGD.
 
     Backward is one multiplication a tensor, and sleeps until each tensor is due, which is in
     proportion to the elements; so the processor is free meanwhile, as beside a GPU.  Contenders
@@ -75,6 +75,14 @@ class Contender:
     def step(self) -> None:
         """Apply them."""
         self.sgd.step()
+
+
+class Backward(Contender):
+    """Backward alone, which all others contain: a step of gradients that nobody has averaged would
+    make the ranks' weights differ."""
+
+    def step(self) -> None:
+        """Leave the weights as they are."""
 
 
 class _Clock:
@@ -286,7 +294,7 @@ ENDS = {", sparse step": {"sparse_step": True}, " over MPI": {"over": over_mpi}}
 def contender(name: str, weights: Gradients, checkout: Path | None = None) -> Contender:
     """Return what a row times."""
     own = {
-        "backward": Contender,
+        "backward": Backward,
         "stream": Stream,
         "plain top-k": PlainTopK,
         "powersgd package": PowerSGDPackage,

@@ -181,8 +181,6 @@ def _block(paragraph: list[str], inner: str) -> list[str]:
     if paragraph[-1].endswith("::"):
         said = prose([*paragraph[:-1], paragraph[-1][:-1]])
         return [said, f"```{'python' if _is_program(inner) else 'text'}\n{inner}\n```"]
-    if inner.startswith(">>>"):
-        return [prose(paragraph), *_blocks(inner.splitlines())]
     if inner and paragraph[-1].endswith(":"):
         return [_title(prose(paragraph)), _items(inner)]
     if first.startswith("- "):

@@ -1,12 +1,11 @@
 """Run tests of the compiled loops under the compiler's sanitizers: what ``make sanitize`` does.
 
 For each set of sanitizers the loops are built into a folder of their own under ``build/sanitize``,
-and every Python that the tests start takes them from there.  Arguments are pytest's.
+and every Python that the tests start takes them from there.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.machinery
 import os
 import platform
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "sanitize"
-_NO_TESTS = 5  # pytest's status where its arguments have chosen none
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 #: Python imports it at its start, before anything can import the usual module
 SITE = """import importlib.util, pathlib, sys
@@ -39,14 +37,14 @@ class Kind(NamedTuple):
         library: which must be loaded before all others.
         options: environment variables.
         tests: files and folders.
-        keyword: of the tests in them, pytest's -k; all if it is empty.
+        keyword: of the tests in them, pytest's -k.
     """
 
     flags: str
     library: str
     options: dict[str, str]
     tests: str
-    keyword: str = ""
+    keyword: str
 
 
 KINDS = {
@@ -72,32 +70,28 @@ KINDS = {
 def main() -> None:
     for name, kind in KINDS.items():
         print(f"sanitize: {kind.flags}", flush=True)
-        tests = tests_of(kind, sys.argv[1:])
-        look = [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests]
-        if subprocess.run(look, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == _NO_TESTS:
-            print("sanitize: the arguments choose no test of these")
-            continue
         folder = build(name, kind.flags)
         where = "from hvd_compress.kernels import native; print(native.__file__)"
         told = python(name, kind, folder, "-c", where, stdout=subprocess.PIPE, text=True).stdout
         if not Path(told.strip()).is_relative_to(folder):
             sys.exit(f"sanitize: error: Python does not take the loops from {folder}")
         # Reports are written past Python, which must not keep them.
-        options = ["-q", "-n", "logical", "--maxprocesses", "8", "--capture=sys"]
+        options = [
+            "-q",
+            "-n",
+            "logical",
+            "--maxprocesses",
+            "8",
+            "--capture=sys",
+            "-k",
+            kind.keyword,
+        ]
+        tests = kind.tests.split()
         if status := python(name, kind, folder, "-m", "pytest", *options, *tests).returncode:
             sys.exit(
                 f"sanitize: error: pytest ended with status {status}: {kind.flags} found something "
                 "where there is a report above, else a test failed"
             )
-
-
-def tests_of(kind: Kind, arguments: list[str]) -> list[str]:
-    """Return pytest's arguments: the user's choose among the tests of a kind."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-k", default="")
-    own, rest = parser.parse_known_args(arguments)
-    keywords = [f"({word})" for word in (kind.keyword, own.k) if word]
-    return [*kind.tests.split(), *rest, *(["-k", " and ".join(keywords)] if keywords else [])]
 
 
 def python(name: str, kind: Kind, folder: Path, *arguments: str, **options: Any) -> Any:
