@@ -3,79 +3,59 @@
     python benchmarks/gpu_suite.py FOLDER
 
 Each part is a command with a time limit of its own, so one that hangs takes no time from the
-others.  FOLDER gets its output and the figures of the benchmarks; a line of JSON per part is
-printed: what it is, its status and its seconds.  A part whose program is missing says so.
+others.  FOLDER gets its output and the figures of the benchmarks; a line is printed for each part:
+its status and its seconds.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import shutil
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not compile"]
-STEPS = [sys.executable, "benchmarks/gpu_steps.py"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
-HOOK = [*TORCHRUN, *STEPS[1:], "--over", "ddp"]
-MPI = ["mpirun", "--oversubscribe", "-np", "2", sys.executable]
+from hvd_compress.cli.options import parser_of
 
-
-def parts(folder: Path) -> dict[str, tuple[int, list[str]]]:
-    """Seconds at most and command by name."""
-    worker = [*TORCHRUN, "tests/ddp_worker.py", str(folder / "hook")]
-
-    def figures(name: str) -> list[str]:
-        return ["--json", str(folder / f"{name}.json")]
-
-    return {
-        "steps_hook": (100, [*HOOK, *figures("steps_hook")]),
-        "steps_hook_busy": (100, [*HOOK, "--busy", "0.25", *figures("steps_hook_busy")]),
-        "laws_kernels": (150, [*PYTEST, "tests/torch_impl/triton_laws.py"]),
-        "laws_codecs": (150, [*PYTEST, "tests/torch_impl/triton_codec_laws.py"]),
-        "laws_low_rank": (90, [*PYTEST, "tests/torch_impl/triton_low_rank_laws.py"]),
-        "scenarios_hook": (60, worker),
-        "steps_mpi": (90, [*MPI, *STEPS[1:], "--rounds", "9", *figures("steps_mpi")]),
-        "laws_methods": (200, [*PYTEST, "tests/gpu/laws.py"]),
-        "collectives": (60, [*MPI, "tests/gpu/over_mpi.py"]),
-        "local_step": (40, [sys.executable, "benchmarks/local_step.py", "--device", "cuda"]),
-        "codecs": (60, [sys.executable, "benchmarks/codecs.py", "--device", "cuda"]),
-    }
-
-
-def run(name: str, seconds: int, command: list[str], folder: Path) -> dict[str, object]:
-    """Run a part, and return what is to say of it."""
-    if shutil.which(command[0]) is None:
-        return {"part": name, "status": f"{command[0]} is missing"}
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}",
-        "SCENARIOS_BACKEND": "nccl",
-        "SCENARIOS_DEVICE": "cuda",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }
-    start = time.monotonic()
-    with (folder / f"{name}.log").open("w") as log:
-        limited = ["timeout", "--kill-after=5", str(seconds), *command]
-        status = subprocess.run(limited, stdout=log, stderr=log, env=environment).returncode
-    return {"part": name, "status": status, "seconds": round(time.monotonic() - start, 1)}
+TORCHRUN = f"{sys.executable} -m torch.distributed.run --nproc-per-node 1"
+HOOK = f"{TORCHRUN} benchmarks/gpu_steps.py --over ddp"
+MPI = f"mpirun --oversubscribe -np 2 {sys.executable}"
+PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider -k 'not compile'"
+#: seconds at most and command by name
+PARTS = {
+    "steps_hook": (100, f"{HOOK} --json FOLDER/steps_hook.json"),
+    "steps_hook_busy": (100, f"{HOOK} --busy 0.25 --json FOLDER/steps_hook_busy.json"),
+    "laws_kernels": (150, f"{PYTEST} tests/torch_impl/triton_laws.py"),
+    "laws_codecs": (150, f"{PYTEST} tests/torch_impl/triton_codec_laws.py"),
+    "laws_low_rank": (90, f"{PYTEST} tests/torch_impl/triton_low_rank_laws.py"),
+    "scenarios_hook": (60, f"{TORCHRUN} tests/ddp_worker.py FOLDER/hook"),
+    "steps_mpi": (90, f"{MPI} benchmarks/gpu_steps.py --rounds 9 --json FOLDER/steps_mpi.json"),
+    "laws_methods": (200, f"{PYTEST} tests/gpu/laws.py"),
+    "collectives": (60, f"{MPI} tests/gpu/over_mpi.py"),
+    "local_step": (40, f"{sys.executable} benchmarks/local_step.py --device cuda"),
+    "codecs": (60, f"{sys.executable} benchmarks/codecs.py --device cuda"),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--parts", nargs="+", choices=parts(Path()), help="these only")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="these only")
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    (options.folder / "hook").mkdir(exist_ok=True)
-    for name, (seconds, command) in parts(options.folder).items():
-        if not options.parts or name in options.parts:
-            print(json.dumps(run(name, seconds, command, options.folder)), flush=True)
+    (options.folder / "hook").mkdir(parents=True, exist_ok=True)
+    path = f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}"
+    of_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    on_gpu = {"SCENARIOS_BACKEND": "nccl", "SCENARIOS_DEVICE": "cuda", "PYTHONPATH": path}
+    for name in options.parts:
+        seconds, command = PARTS[name]
+        words = shlex.split(command.replace("FOLDER", shlex.quote(str(options.folder))))
+        start = time.monotonic()
+        with (options.folder / f"{name}.log").open("w") as log:
+            limited = ["timeout", "--kill-after=5", str(seconds), *words]
+            environment = os.environ | of_root | on_gpu
+            status = subprocess.run(limited, stdout=log, stderr=log, env=environment).returncode
+        print(f"{name:16} status {status:3} {time.monotonic() - start:7.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ INPUTS = [
     "constraints-docs.txt",
     "constraints-mpich.txt",
     "constraints-triton.txt",
-    "constraints-uv.txt",
     "scripts/setup.py",
     "hvd_compress/horovod_wheel/*.py",
 ]
@@ -68,7 +67,7 @@ def main() -> None:
     pinned = ["--require-hashes", "--no-deps", "--requirement"]
     if not is_installed("torch", "constraints.txt", VENV):
         install_pytorch(pip, install)
-    install_pinned(pip, install, pinned)
+    logged("3/8", "the other pinned packages", [*install, *pinned, "constraints.txt"])
     # What it needs is there, but for the libraries of a CUDA build of PyTorch.
     extras = "torch,tensorflow-cpu,horovod,integrations,examples,dev"
     ours = ["--no-build-isolation", "--editable", f".[{extras}]"]
@@ -87,55 +86,22 @@ def main() -> None:
         command = [*install, "--target", str(TRITON), *pinned, "constraints-triton.txt"]
         logged("6/8", "Triton apart, for the tests", command)
     if not is_installed("zensical", "constraints-docs.txt", ZENSICAL, ""):
-        install_zensical(pip, install, pinned)
+        install_zensical([*install, "--target", str(ZENSICAL), *pinned])
     say("8/8", "Horovod")
     if subprocess.run([str(VENV / "bin" / "hvd-compress-horovod")], cwd=ROOT).returncode:
         sys.exit(1)
     STAMP.write_text(stamp)
 
 
-def install_pinned(pip: list, install: list, pinned: list) -> None:
-    """Install all that ``constraints.txt`` names: by uv, which takes seconds where pip takes
-    minutes, if it is there or can be had; else, and where that fails, by pip."""
-    what, command = "the other pinned packages", [*pinned, "constraints.txt"]
-    if uv := find_uv(pip, install, pinned):
-        if logged("3/8", f"{what}, by uv", [*uv, *command], is_needed=False):
-            return
-        say("3/8", "pip instead")
-    logged("3/8", what, [*install, *command])
-
-
-def install_zensical(pip: list, install: list, pinned: list) -> None:
+def install_zensical(install: list) -> None:
     """What `make docs` and its test build the site with: a folder of its own, since TensorBoard
     wants some of the same packages.  All else works without it."""
     if sys.version_info < (3, 11):
         say("7/8", "no Zensical for the site, which needs Python 3.11")
         return
     shutil.rmtree(ZENSICAL, ignore_errors=True)
-    command = find_uv(pip, install, pinned) or install
-    command = [*command, "--target", str(ZENSICAL), *pinned, "constraints-docs.txt"]
+    command = [*install, "constraints-docs.txt"]
     logged("7/8", "Zensical apart, for the site", command, is_needed=False)
-
-
-def find_uv(pip: list, install: list, pinned: list) -> list:
-    """Return the command by which uv installs into ``.venv``, from the index and with the
-    certificates that pip is told to use; an empty one if there is no uv, or pip is told to use no
-    index."""
-    settings = subprocess.run([*pip, "config", "list"], capture_output=True, text=True).stdout
-    if re.search(r"\bno-index=", settings):
-        return []
-    path = os.pathsep.join([str(PYTHON.parent), os.environ.get("PATH", os.defpath)])
-    if not shutil.which("uv", path=path):
-        logged("3/8", "uv", [*install, *pinned, "constraints-uv.txt"], is_needed=False)
-    uv = shutil.which("uv", path=path)
-    index = re.search(r"(?<!extra-)index-url='(.*)'", settings)
-    named = ["--default-index", index[1]] if index else []
-    if certificates := re.search(r"\bcert='(.*)'", settings):
-        os.environ.setdefault("SSL_CERT_FILE", certificates[1])
-    # Each of the tests' many processes would compile what it imports, where Python is told not to
-    # write what it has compiled, as it is in most containers.
-    command = [uv, "pip", "install", "--compile-bytecode", "--python", str(PYTHON), *named]
-    return command if uv else []
 
 
 def install_pytorch(pip: list, install: list) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -27,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("make_setup", ROOT / "scripts" / "setup.py")
 make = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make)
-FILES = [f"constraints{of}.txt" for of in ("", "-docs", "-mpich", "-triton", "-uv")]
+FILES = [f"constraints{of}.txt" for of in ("", "-docs", "-mpich", "-triton")]
 # Come with CUDA builds of PyTorch, and are cut.
 OF_CUDA = re.compile("cuda|nvidia|triton")
 
@@ -136,38 +135,6 @@ def test_pages_name_extras_that_there_are():
     ]
     assert len(named) > 4
     assert set(named) <= set(extras)
-
-
-@pytest.mark.parametrize("uv", ["works", "fails", "may not"])
-def test_pip_does_what_uv_does_not(tmp_path, monkeypatch, capfd, uv):
-    """These stand for both: what they were asked to do, they write down."""
-    monkeypatch.setattr(make, "LOG", tmp_path / "setup.log")
-    monkeypatch.setattr(make, "PYTHON", tmp_path / "bin" / "python")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("SSL_CERT_FILE", "")
-    monkeypatch.delenv("SSL_CERT_FILE")
-    (tmp_path / "bin").mkdir()
-    status = 0 if uv == "works" else 1
-    for name, end in (("uv", status), ("pip", 0)):
-        program = tmp_path / "bin" / name
-        lines = [f"echo {name} $@ >> {tmp_path}/said", f"exit {end}"]
-        if name == "pip":
-            told = "global.no-index='1'" if uv == "may not" else "global.index-url='https://own/'"
-            told += "\nglobal.cert='/own/certificates.pem'"
-            lines.insert(0, f'[ "$1" = config ] && echo "{told}" && exit')
-        program.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
-        program.chmod(0o755)
-    pip = [str(tmp_path / "bin" / "pip")]
-    make.install_pinned(pip, [*pip, "install"], ["--require-hashes", "--requirement"])
-    said = (tmp_path / "said").read_text().splitlines()
-    into = f"--python {tmp_path}/bin/python --default-index https://own/"
-    pinned = "--require-hashes --requirement constraints.txt"
-    by_uv = f"uv pip install --compile-bytecode {into} {pinned}"
-    by_pip = f"pip install {pinned}"
-    trusted = None if uv == "may not" else "/own/certificates.pem"
-    assert os.environ.get("SSL_CERT_FILE") == trusted
-    expected = {"works": [by_uv], "fails": [by_uv, by_pip], "may not": [by_pip]}
-    assert said == expected[uv]
 
 
 @pytest.mark.parametrize(
