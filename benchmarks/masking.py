@@ -2,7 +2,7 @@
 
     python -m benchmarks.fetch_mnist
     python -m benchmarks.masking
-    python -m benchmarks.masking --load --seeds 5 --picture docs/masking.png
+    python -m benchmarks.masking --load --seeds 5
     python -m benchmarks.masking --parts methods --seeds 3
 
 Trains a network of three layers on MNIST, and the LSTM of mpi_examples/accuracy.py on text, all
@@ -28,10 +28,9 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from benchmarks.turns import write_rows
-from hvd_compress.cli.options import parser_of, picture_file
+from hvd_compress.cli.options import parser_of
 from hvd_compress.engines.lockstep import World
 from mpi_examples import accuracy
-from mpi_examples.accuracy import half_width
 from mpi_examples.data import Arrays, mnist, mnist_cache, mnist_folder
 from mpi_examples.demo import compressor
 from mpi_examples.study import spread
@@ -93,7 +92,6 @@ def named(words: str, cells: list[Cell]) -> list[Cell]:
 
 
 DENSITIES, RATES = (0.001, 0.01, 0.1), (0.015, 0.05, 0.15, 0.5)
-REDS = ("lightcoral", "tab:red", "darkred")
 DENSE = Cell("dense", "none")
 PLAIN = Cell("dense, no momentum", "none", momentum=0.0)
 TEXT: dict[str, Any] = {"task": "lstm", "lr": 8.0, "epochs": 2}
@@ -239,7 +237,6 @@ def main() -> None:
     parser.add_argument("--data-dir", default=str(mnist_cache()), help="with MNIST's files")
     parser.add_argument("--results", type=Path, default=RESULTS, help="what was trained")
     parser.add_argument("--load", action="store_true", help="train nothing: show what is known")
-    parser.add_argument("--picture", type=picture_file, help="where to draw")
     options = parser.parse_args()
     known = json.loads(options.results.read_text()) if options.results.exists() else {}
     cells = [cell for part in options.parts for cell in PARTS[part]]
@@ -256,9 +253,6 @@ def main() -> None:
         save(known, options.results)
     for part in options.parts:
         print(f"\n{part}\n{table(PARTS[part], options.seeds, known)}")
-    if options.picture is not None:
-        draw(options.picture, options.seeds, known)
-        print(f"\npicture: {options.picture}")
 
 
 def save(known: dict[str, Any], path: Path) -> None:
@@ -282,61 +276,6 @@ def table(cells: list[Cell], seeds: int, known: dict[str, Any]) -> str:
                 f"| {len(found)} |"
             )
     return "\n".join(lines)
-
-
-#: what is drawn in which colour and by which name, over the density and over the learning rate
-OVER_DENSITY = {
-    "DGC": ("tab:red", [dgc(d, True) for d in DENSITIES]),
-    "DGC, no masking": ("tab:blue", [dgc(d, False) for d in DENSITIES]),
-    "top-k": ("tab:green", [trio(d)[2] for d in DENSITIES]),
-}
-OVER_RATE = {
-    "dense": ("black", DENSE),
-    "dense, no momentum": ("gray", PLAIN),
-    **{f"DGC {percent(d)}": (c, dgc(d, True)) for d, c in zip(DENSITIES, REDS, strict=True)},
-    "DGC 1 %, no masking": ("tab:blue", dgc(0.01, False)),
-    "top-k 1 %": ("tab:green", trio(0.01)[2]),
-}
-
-
-def draw(picture: Path, seeds: int, known: dict[str, Any]) -> None:
-    """Accuracy over the density, and over the learning rate, of the wide network, too."""
-    import matplotlib.pyplot as plt
-
-    from mpi_examples.report import save as save_figure
-
-    def points(axes: Any, xs: Any, cells: list[Cell], **style: Any) -> None:
-        shown = []
-        for x, cell in zip(xs, cells, strict=True):
-            finals = [known[k]["final"] for s in range(seeds) if (k := cell.key(s)) in known]
-            if finals:
-                error = half_width(finals) if len(finals) > 2 else 0.0
-                shown.append((x, statistics.mean(finals), error))
-        if shown:
-            axes.errorbar(*zip(*shown, strict=True), marker="o", capsize=3, **style)
-
-    figure, panels = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
-    left, *over_rate = panels
-    for label, (colour, cells) in OVER_DENSITY.items():
-        points(left, [100 * d for d in DENSITIES], cells, color=colour, label=label)
-    ends = [100 * DENSITIES[0], 100 * DENSITIES[-1]]
-    points(left, ends, [DENSE] * 2, color="black", linestyle=":", label="dense")
-    points(left, ends, [PLAIN] * 2, color="gray", linestyle=":", label="dense, no momentum")
-    left.set(xscale="log", xlabel="elements sent [%]", title="the same learning rate, 0.05")
-    networks = ({}, 94, "other learning rates"), (WIDE, 96.2, "the same, 784-512-256-10, 6 epochs")
-    for axes, (more, least, title) in zip(over_rate, networks, strict=True):
-        for label, (colour, cell) in OVER_RATE.items():
-            cells = [cell._replace(lr=lr, **more) for lr in RATES]
-            points(axes, RATES, cells, color=colour, label=label)
-        axes.set(xscale="log", xlabel="learning rate", title=title, ylim=(least, 98.8))
-        axes.set_xticks(RATES, [f"{lr:g}" for lr in RATES])
-    left.set_xticks(percents := [100 * d for d in DENSITIES], [f"{x:g}" for x in percents])
-    for axes in panels:
-        axes.minorticks_off()
-        axes.set_ylabel("test accuracy [%]")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    save_figure(figure, picture)
 
 
 if __name__ == "__main__":
