@@ -196,7 +196,8 @@ def test_nothing_is_left(error):
 
 def test_the_next_network_removes_what_a_killed_process_left():
     code = """
-import os, signal, cluster
+import os, signal
+from tests import cluster
 network = cluster.Network(hosts=1).__enter__()
 asleep = network.start(network.on(1, ["sleep", "100"]))
 while not network.pids(1):

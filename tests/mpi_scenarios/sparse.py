@@ -317,8 +317,8 @@ def auto_follows_the_cost_model() -> None:
     comm = mpi.Communicator(world, checks=0)
     n = 4096
     few, many = vector(RANK, n, 4 + RANK), vector(RANK, n, n // 2 - RANK)
-    latency = mpi.CostModel(P, 1.0, 0.0, 0.0, 0.0)
-    bandwidth = mpi.CostModel(P, 0.0, 1.0, 0.0, 0.0)
+    latency = mpi.CostModel(P, 1.0, 0.0, 0.0)
+    bandwidth = mpi.CostModel(P, 0.0, 1.0, 0.0)
     for model, mine, name in ((latency, few, "allgather"), (bandwidth, many, "split_allgather")):
         if P == 2 and name != "allgather":
             continue  # two ranks exchange what they have

@@ -21,8 +21,6 @@ class Allreduce:
             ``x``; it yields what it waits for, and looks at no element.
         pieces: into how many messages it cuts what each rank has, given the number of ranks; so
             many are in a block of an array.
-        seconds: those of n bytes on P ranks, 2 or more, by a :class:`.CostModel` of rounds, bytes
-            and additions; ``None``: nothing is known but what was measured.
         half_factor: how many bytes are sent for each of a half precision, of which partial sums are
             sent as float32, compared with an array of float32 of as many bytes.
         depth: blocks in flight at once; 1 if one must not overtake another.
@@ -31,6 +29,5 @@ class Allreduce:
     name: str
     run: Callable[..., Any]
     pieces: Callable[[int], int]
-    seconds: Callable[[Any, int, int], float] | None
     half_factor: float = 1.5
     depth: int = DEPTH

@@ -109,15 +109,5 @@ def halving_doubling(channel: Channel, x: Any, out: Any, reduction: Reduction) -
     yield from _double(channel, block, out)
 
 
-def _seconds(costs: Any, n: int, p: int) -> float:
-    """2 log2(P) alpha + 2 n (P-1)/P beta_pair + n (P-1)/P gamma."""
-    share = n * (p - 1) / p
-    seconds = 2 * (p.bit_length() - 1) * costs.alpha
-    seconds += 2 * share * costs.pair + share * costs.gamma
-    if p & (p - 1):  # up to the largest block and down again, with half of the data
-        seconds += 4 * costs.alpha + n * costs.pair
-    return seconds
-
-
 #: the first message is half of a block
-ALGORITHM = Allreduce("halving_doubling", halving_doubling, lambda p: 2, _seconds)
+ALGORITHM = Allreduce("halving_doubling", halving_doubling, lambda p: 2)

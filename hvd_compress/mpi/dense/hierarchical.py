@@ -59,4 +59,4 @@ def hierarchical(nodes: Nodes, across: Allreduce, name: str) -> Allreduce:
     # Blocks overtake each other, and MPI's own collectives must be called in one order.
     depth = 1 if across is MPIS_OWN else DEPTH
     # Not by the algorithm: ranks that are not across together may have chosen different ones.
-    return Allreduce(name, run, lambda p: len(nodes.members) * nodes.owners, None, depth=depth)
+    return Allreduce(name, run, lambda p: len(nodes.members) * nodes.owners, depth=depth)

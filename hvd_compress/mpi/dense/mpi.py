@@ -73,4 +73,4 @@ def at_once(
 
 
 #: MPI cuts its messages itself: a block is long, since each is a call
-ALGORITHM = Allreduce("mpi", native, lambda p: 16, None, half_factor=2.0)
+ALGORITHM = Allreduce("mpi", native, lambda p: 16, half_factor=2.0)

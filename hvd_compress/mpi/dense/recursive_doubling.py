@@ -47,14 +47,4 @@ def recursive_doubling(channel: Channel, x: Any, out: Any, reduction: Reduction)
     reduction.give_back(own, theirs, total)
 
 
-def _seconds(costs: Any, n: int, p: int) -> float:
-    """log2(P) (alpha + n beta_pair + n gamma)."""
-    doublings = p.bit_length() - 1
-    folds = 1 if p & (p - 1) else 0  # the last ranks' arrays before, and results afterwards
-    sending = costs.alpha + n * costs.pair
-    return (doublings + 2 * folds) * sending + (doublings + folds) * n * costs.gamma
-
-
-ALGORITHM = Allreduce(
-    "recursive_doubling", recursive_doubling, lambda p: 1, _seconds, half_factor=2.0
-)
+ALGORITHM = Allreduce("recursive_doubling", recursive_doubling, lambda p: 1, half_factor=2.0)

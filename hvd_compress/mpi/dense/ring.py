@@ -48,10 +48,4 @@ def ring(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
         )
 
 
-def _seconds(costs: Any, n: int, p: int) -> float:
-    """2 (P-1) alpha + 2 n (P-1)/P beta + n (P-1)/P gamma."""
-    share = n * (p - 1) / p
-    return 2 * (p - 1) * costs.alpha + 2 * share * costs.beta + share * costs.gamma
-
-
-ALGORITHM = Allreduce("ring", ring, lambda p: p, _seconds)
+ALGORITHM = Allreduce("ring", ring, lambda p: p)

@@ -40,7 +40,7 @@ def allgather(channel: Channel, mine: Sparse, form: Format) -> Summed:
 
 
 def _seconds(costs: Any, entries: EntryCount, p: int) -> float:
-    sizes_and_vectors = 2 * costs.round_with_all(p)
+    sizes_and_vectors = 2 * costs.round_with_all
     # One vector after the other is merged into the sum so far.
     merged = sum(entries.union(ranks) + entries.k for ranks in range(1, p))
     moved = entries.pair * entries.k * (p - 1)

@@ -76,7 +76,7 @@ def _seconds(costs: Any, entries: EntryCount, p: int) -> float:
     moved = (entries.pair * entries.k + returned) * (p - 1) / p
     # One vector after the other is merged into the sum so far.
     merged = sum(entries.union(ranks) + entries.k for ranks in range(1, p)) / p
-    rounds = 4 * costs.round_with_all(p)  # two exchanges, and sizes go ahead of all messages
+    rounds = 4 * costs.round_with_all  # two exchanges, and sizes go ahead of all messages
     return rounds + moved * costs.fan + (merged + returned / entries.pair) * costs.merge
 
 

@@ -1,17 +1,14 @@
-"""A model of the time of a collective, from measured costs of rounds, bytes and additions.
+"""A model of the time of a collective on the ranks that it was measured on.
 
-For the number of ranks that it was measured on, it is the time of every algorithm at a few sizes,
-with straight lines in between.  For others it is the usual one (Thakur, Rabenseifner, Gropp, 2005):
-a round costs ``alpha`` seconds, a byte ``beta`` and adding a byte ``gamma``; every message beyond
-the first of a round costs the processor ``overhead``.  A byte does not cost the same in every
-pattern of messages: in a ring a rank sends to one and receives from another, in a pair it does both
-with one, in a fan with all at once.  The formulas are beside the algorithms, in
-:mod:`hvd_compress.mpi.dense` and :mod:`hvd_compress.mpi.sparse`; MPI's own is only measured.
+A dense sum takes what its algorithm took at a few sizes, with straight lines in between.
 
-Sparse vectors also cost ``merge`` seconds for each entry that is packed, unpacked and added.  Their
-formulas, see :meth:`CostModel.sparse_seconds`, know the bytes and rounds, but not what else a call
-costs; so for the number of ranks that was measured on they are corrected by the ratio of measured
-to modelled time at a few numbers of entries.
+A sparse one also depends on the part of the elements that are entries, and so has a formula beside
+its algorithm, in :mod:`hvd_compress.mpi.sparse`: a round costs ``alpha`` seconds, a byte ``beta``,
+every message beyond the first of a round ``overhead``, and each entry that is packed, unpacked and
+added ``merge``.  A byte does not cost the same in every pattern of messages: in a ring a rank sends
+to one and receives from another, in a pair it does both with one, in a fan with all at once.
+Formulas do not know what else a call costs; they are corrected by the ratio of measured to modelled
+time at a few numbers of entries.
 """
 
 from __future__ import annotations
@@ -46,25 +43,21 @@ class CostModel:
         size: number of ranks that it was measured on.
         alpha: seconds of a round with one small message out and one in.
         beta: seconds a byte, sending to one rank and receiving from another at once.
-        gamma: seconds to add one byte of float32.
         overhead: seconds of one more message in the same round.
-        points: by algorithm, (bytes, seconds) of a dense allreduce of float32, ascending; valid for
-            ``size`` ranks only.
+        points: by algorithm, (bytes, seconds) of a dense allreduce of float32, ascending.
         beta_pair, beta_fan: ``beta`` with one partner, and with all at once; ``None``: the same.
         merge: seconds for an entry of a sparse vector.
         sparse_points: by algorithm, (entries, seconds) of a sparse allreduce of so many entries on
-            each rank, with 8 bytes an entry, of ``SPARSITY`` times as many elements, ascending;
-            valid for ``size`` ranks only.
+            each rank, with 8 bytes an entry, of ``SPARSITY`` times as many elements, ascending.
 
-    >>> model = CostModel(size=4, alpha=1e-5, beta=1e-9, gamma=1e-10, overhead=1e-6)
-    >>> [round(1e6 * model.formula(name, n=1000, p=4)) for name in ("ring", "direct")]
-    [62, 26]
+    >>> model = CostModel(size=4, alpha=1e-5, beta=1e-9, overhead=1e-6)
+    >>> model.fastest_sparse(k=10, n=10_000), model.fastest_sparse(k=50_000, n=100_000)
+    ('allgather', 'split_allgather')
     """
 
     size: int
     alpha: float
     beta: float
-    gamma: float
     overhead: float
     points: Mapping[str, Points] = dataclasses.field(default_factory=dict)
     beta_pair: float | None = None
@@ -75,7 +68,7 @@ class CostModel:
     def __post_init__(self) -> None:
         if not is_whole(self.size) or self.size < 1:
             raise ConfigError(f"size must be a number of ranks, 1 or more; got {self.size!r}")
-        for name in ("alpha", "beta", "gamma", "overhead", "beta_pair", "beta_fan", "merge"):
+        for name in ("alpha", "beta", "overhead", "beta_pair", "beta_fan", "merge"):
             value = getattr(self, name)
             if value is None and name in ("beta_pair", "beta_fan"):
                 continue
@@ -92,31 +85,24 @@ class CostModel:
     def fan(self) -> float:
         return self.beta if self.beta_fan is None else self.beta_fan
 
-    def round_with_all(self, p: int) -> float:
-        """Return the seconds of a round of small messages with all other of ``p`` ranks."""
-        return self.alpha + (p - 2) * self.overhead
+    @property
+    def round_with_all(self) -> float:
+        """The seconds of a round of small messages with all other ranks."""
+        return self.alpha + (self.size - 2) * self.overhead
 
-    def seconds(self, algorithm: str, n: int, *, size: int | None = None) -> float:
-        """Return the seconds of a dense allreduce of ``n`` bytes on ``size`` ranks (``None``: the
-        number that was measured on)."""
-        p = self.size if size is None else size
-        if p == 1:
-            return 0.0
-        if p == self.size and algorithm in self.points:
-            return _interpolate(self.points[algorithm], n)
-        return self.formula(algorithm, n, p)
-
-    def formula(self, algorithm: str, n: int, p: int) -> float:
-        """Return the seconds on ``p`` ranks, 2 or more, by the formulas above alone.
+    def seconds(self, algorithm: str, n: int) -> float:
+        """Return the seconds of a dense allreduce of ``n`` bytes.
 
         Raises:
-            ConfigError: there is no such algorithm, or no formula, as for MPI's own allreduce.
+            ConfigError: there is no such algorithm, or it was not measured.
         """
-        if algorithm not in DENSE:
-            raise ConfigError(f"algorithm={algorithm!r} has no cost model")
-        if (formula := DENSE[algorithm].seconds) is None:
-            raise ConfigError(f"algorithm={algorithm!r} is known for the measured ranks only")
-        return formula(self, n, p)
+        if self.size == 1:
+            return 0.0
+        if algorithm not in self.points:
+            raise ConfigError(
+                f"algorithm={algorithm!r} was not measured; {sorted(self.points)} were"
+            )
+        return _interpolate(self.points[algorithm], n)
 
     def fastest(
         self,
@@ -127,47 +113,36 @@ class CostModel:
         """Return the dense algorithm that is expected to be fastest for ``n`` bytes."""
         costs = {}
         for name in among:
-            if DENSE[name].seconds is None and name not in self.points:
-                continue
             # Partial sums of half precisions are sent as float32, in some rounds or in all of them.
             sent = int(n * DENSE[name].half_factor) if dtype in HALVES else n
             costs[name] = self.seconds(name, sent)
         return min(costs, key=lambda name: (costs[name], name))
 
     def sparse_seconds(
-        self,
-        algorithm: str,
-        k: int,
-        n: int,
-        *,
-        pair: float = 8,
-        item: int = 4,
-        size: int | None = None,
+        self, algorithm: str, k: int, n: int, *, pair: float = 8, item: int = 4
     ) -> float:
         """Return the seconds of a sparse allreduce: ``k`` of ``n`` elements on each rank, ``pair``
         bytes for an index with its value, ``item`` for a dense one; places are independent between
         ranks."""
-        p = self.size if size is None else size
-        modelled = self.sparse_formula(algorithm, k, n, p, pair=pair, item=item)
-        if p != self.size or algorithm not in self.sparse_points:
+        modelled = self.sparse_formula(algorithm, k, n, pair=pair, item=item)
+        if algorithm not in self.sparse_points:
             return modelled
         points = self.sparse_points[algorithm]
         places = [math.log(count) for count, _ in points]
         ratios = [
-            seconds / self.sparse_formula(algorithm, count, SPARSITY * count, p)
+            seconds / self.sparse_formula(algorithm, count, SPARSITY * count)
             for count, seconds in points
         ]
         return modelled * float(np.interp(math.log(max(k, 1)), places, ratios))
 
     def sparse_formula(
-        self, algorithm: str, k: int, n: int, p: int, *, pair: float = 8, item: int = 4
+        self, algorithm: str, k: int, n: int, *, pair: float = 8, item: int = 4
     ) -> float:
-        """Return the seconds on ``p`` ranks by rounds, bytes and entries alone; see
-        :meth:`sparse_seconds`."""
+        """Return the seconds by rounds, bytes and entries alone; see :meth:`sparse_seconds`."""
         if algorithm not in SPARSE:
             raise ConfigError(f"algorithm={algorithm!r} has no cost model")
         entries = EntryCount(k, n, pair, item)
-        return 0.0 if p == 1 else SPARSE[algorithm].seconds(self, entries, p)
+        return 0.0 if self.size == 1 else SPARSE[algorithm].seconds(self, entries, self.size)
 
     def fastest_sparse(self, k: int, n: int, *, pair: float = 8, item: int = 4) -> str:
         """Return the sparse algorithm that is expected to be fastest, of those that lose

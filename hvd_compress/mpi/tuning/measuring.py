@@ -59,7 +59,7 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
     """
     comm = Communicator.of(comm)
     if comm.size == 1:
-        return CostModel(1, 0.0, 0.0, 0.0, 0.0)
+        return CostModel(1, 0.0, 0.0, 0.0)
     rank, size = comm.rank, comm.size
     partner = rank ^ 1
     ring: Pattern = ([(rank + 1) % size], [(rank - 1) % size])
@@ -83,7 +83,6 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
         seconds(lambda: [_exchange(comm, ring, _SMALL)], 4 * repeats),
         seconds(lambda: [_exchange(comm, fan, _SMALL)], 4 * repeats),
         *(throughput(pattern) for pattern in (ring, pair, fan)),
-        _seconds_to_add(),
         _seconds_to_merge(),
     ]
     alpha, one_fan, *times = _slowest(comm, local)
@@ -94,8 +93,7 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
         beta=betas[0],
         beta_pair=betas[1],
         beta_fan=betas[2],
-        gamma=times[3],
-        merge=times[4],
+        merge=times[3],
         overhead=max(one_fan - alpha, 0.0) / (size - 2) if size > 2 else 0.0,
         points=_points(comm, repeats),
         sparse_points=_sparse_points(comm, repeats),
@@ -190,12 +188,6 @@ def _slowest(comm: Communicator, mine: Sequence[float] | np.ndarray) -> list[flo
 
 def _median(call: Callable[[], object]) -> float:
     return statistics.median([_seconds_of(call) for _ in range(6)][1:])
-
-
-def _seconds_to_add() -> float:
-    """Return the seconds that adding one byte takes."""
-    x, y = np.ones(CHUNK // 4, np.float32), np.ones(CHUNK // 4, np.float32)
-    return _median(lambda: np.add(x, y, out=x)) / CHUNK
 
 
 def _seconds_to_merge() -> float:
