@@ -44,6 +44,16 @@ def test_some_of_resnet50s_tensors():
     assert sum("downsample" in name for name in shapes) == 4 * 3
 
 
+@pytest.mark.parametrize(
+    ("shapes", "published"), [(resnet50(), 277), (ptb_lstm(), 462)], ids=["resnet50", "ptb-lstm"]
+)
+def test_the_papers_ratios(shapes, published):
+    """By 48 bits an element of 0.1 %, and 1-D tensors whole."""
+    matrices, vectors = elements(shapes, matrices=True), elements(shapes, matrices=False)
+    ratio = 4 * (matrices + vectors) / (0.001 * 6 * matrices + 4 * vectors)
+    assert ratio == pytest.approx(published, abs=0.5)
+
+
 def bytes_sent(method, gradients):
     """By one rank, counted from what it hands over; all ranks' must be the same."""
     contexts = [Context(rank=rank, size=len(gradients)) for rank in range(len(gradients))]
