@@ -34,7 +34,7 @@ def page_of(file: str, title: str, modules: str, also: str = "", framework: str 
     """Return the page of some modules of the package.
 
     Its examples begin with the lines of ``also``, or with those of a binding of a framework, and
-    with all names of the modules.
+    with all names of the modules.  An empty name is the package itself.
     """
     paths = tuple(f"{ALL}.{name}".rstrip(".") for name in modules.split(" "))
     if framework:
