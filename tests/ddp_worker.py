@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import math
 import sys
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_compress import Gather, Max, Outcome, Sum
 from hvd_compress.advisor import auto
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, UnsupportedError
@@ -39,7 +37,6 @@ from hvd_compress.torch.state.rank_states import own as own_states
 from tests.devices import DEVICE, start_process_group
 from tests.ring_method import Ring
 from tests.scenarios import of_program, run_all
-from tests.stateless import Stateless
 
 STEPS = 6
 #: one that was made before there is a process group
@@ -147,20 +144,6 @@ def momentum_and_names() -> None:
     assert record.residual_norm > 0
 
 
-def dense_is_ddp() -> None:
-    model, _ = _distributed("none")
-    plain = DistributedDataParallel(_model())
-    for each in (model, plain):
-        _train(each, range(STEPS), momentum=0.9)
-    _assert_close(model, plain)
-
-
-def clipping_waits_for_the_last_bucket() -> None:
-    model, _ = _distributed(DGC(density=0.05, momentum=0.9, clip_norm=1.0))
-    _train(model, range(STEPS))
-    _same_everywhere(model)
-
-
 def checkpoints_go_on() -> None:
     method = DGC(density=0.05, momentum=0.9)
     model, state = _distributed(method)
@@ -215,20 +198,6 @@ def a_checkpoint_may_have_all_ranks() -> None:
             later.load_state_dict(saved | damaged)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rounds(Stateless, name="test-ddp-rounds"):
-    """Three rounds of different kinds; payloads of different sizes."""
-
-    def exchange(self, gradient, state, context):
-        largest = yield Max(gradient.abs().view(-1))
-        some = gradient.reshape(-1)[: context.rank + 1].clone().view(torch.uint8)
-        parts = yield Gather(some)
-        assert [p.numel() for p in parts] == [4 * (rank + 1) for rank in range(context.size)]
-        total = yield Sum(gradient)
-        assert (total.abs().view(-1) <= context.size * largest * 1.01).all()
-        return Outcome(total / context.size, gradient, state)
-
-
 @_of_several
 def a_method_is_chosen_in_the_first_steps() -> None:
     text = "topk:density=0.05"
@@ -261,13 +230,6 @@ def a_loss_scale_is_refused_where_residuals_wait() -> None:
             scaled.backward()
             _same_everywhere(model)
         assert state.reducer.step == (not keeps)
-
-
-def several_rounds() -> None:
-    model, _ = _distributed(_Rounds())
-    _train(model, range(3))
-    _same_everywhere(model)
-    _assert_close(model, _lockstep(NoCompression(), 3))
 
 
 def nan_reaches_every_rank_and_no_state() -> None:

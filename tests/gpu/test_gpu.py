@@ -16,9 +16,8 @@ pytestmark = pytest.mark.skipif(
 #: modules of scenarios whose models and batches go where SCENARIOS_DEVICE says
 OVER = {
     "mpi": [
-        *("parity", "numerics", "optimizers", "optimizers_torch", "local_steps", "decentralized"),
-        *("rows", "adam_zero_one", "adam_zero_one_torch", "large_batch_torch", "codistillation"),
-        *("over_mpi", "auto"),
+        *("parity", "numerics", "optimizers", "optimizers_torch", "systems", "systems_torch"),
+        *("rows", "codistillation", "codistillation_torch", "over_mpi", "auto"),
     ],
     "horovod": ["training", "state", "options"],
 }

@@ -1,6 +1,6 @@
 """1-bit Adam and 0/1 Adam: cases by hand, schedules, and the exchanges beside NumPy's formulas.
 
-The optimizers themselves run in real jobs: ``scenarios/optimizers.py``, ``adam_zero_one.py``.
+The optimizers themselves run in real jobs: ``scenarios/optimizers.py``.
 """
 
 from __future__ import annotations

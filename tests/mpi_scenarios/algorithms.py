@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress import Compressor, OkTopk, TopK, as_compressor, mpi
+from hvd_compress import Compressor, TopK, as_compressor, mpi
 from hvd_compress.blocks import allgather, allreduce, chain, error_feedback, ok_topk, top_k
 from hvd_compress.engines import lockstep
 from hvd_compress.mpi.tuning import choosing
@@ -52,27 +52,6 @@ def sparse_sums_by_every_algorithm() -> None:
             _follows_the_lockstep_world(method, 1e-6, bucket_bytes=bucket_bytes)
 
 
-def nothing_is_lost_where_sums_are_rounded() -> None:
-    """What went in is what all ranks sent and what is left, whoever rounded."""
-    for algorithm in SPARSE_SUMS:
-        method = chain(
-            error_feedback(), via=allgather(top_k(0.05), values="float16", algorithm=algorithm)
-        )
-        reducer = mpi.Reducer(method)
-        came = dict.fromkeys(SHAPES, 0.0)
-        for step in range(4):
-            gradients = _gradients(world.rank, step)
-            for name, mean in reducer.reduce(gradients).items():
-                came[name] = came[name] + mean * world.size
-        for name in SHAPES:
-            own = sum(_gradients(world.rank, step)[name].reshape(-1) for step in range(4))
-            went_in = mpi.allreduce(np.asarray(own, np.float64))
-            left = mpi.allreduce(reducer.store.states[name]["residual"].astype(np.float64))
-            np.testing.assert_allclose(
-                went_in, np.asarray(came[name], np.float64).reshape(-1) + left, atol=1e-4
-            )
-
-
 @applies(least=2)  # alone, nothing leaves
 def bytes_of_sparse_sums_are_those_that_left() -> None:
     via = allgather(top_k(0.05), algorithm="split_allgather")
@@ -107,11 +86,6 @@ def by_way_of_nodes() -> None:
             _follows_the_lockstep_world(method, 1e-6, bucket_bytes=bucket_bytes)
     finally:
         choosing.nodes_of = honest
-
-
-def oktopk_follows_the_lockstep_world() -> None:
-    for method in (OkTopk(density=0.05), OkTopk(density=0.2, threshold_every=2)):
-        _follows_the_lockstep_world(method, 1e-6)
 
 
 @applies(least=2)

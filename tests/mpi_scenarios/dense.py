@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from hvd_compress import mpi
@@ -18,7 +16,6 @@ from tests.mpi_scenarios.common import (
     raises,
     world,
 )
-from tests.scenarios import applies
 
 SIZES = (0, 1, 2, world.size, world.size + 1, 1000, 10007)
 if world.size > 8:  # more ranks than cores take their time
@@ -61,26 +58,6 @@ def floats_are_near_the_exact_sum() -> None:
                 np.testing.assert_array_equal(largest, np.max(everyones, 0))
 
 
-@applies(least=3)  # two numbers have one sum
-def direct_adds_in_rank_order() -> None:
-    """Also of several blocks, in place, and of halves, whose sums in float32 are rounded once."""
-    for dtype in FLOATS:
-        brought = arrays(SIZES[-1], dtype)
-        brought[0][::2] *= 4096  # what is added before the two cancel loses bits
-        brought[1][::2] = -brought[0][::2]
-        wide = np.asarray(brought, "float32" if dtype == "float16" else dtype)
-        total = functools.reduce(np.add, wide)
-        assert (total.astype(dtype) != functools.reduce(np.add, wide[::-1]).astype(dtype)).any()
-        if world.size > 3 and dtype != "float16":
-            pairs = [wide[i : i + 2].sum(0) for i in range(0, world.size, 2)]
-            assert (total != functools.reduce(np.add, pairs)).any()
-        for op, want in (("sum", total), ("mean", total / wide.dtype.type(world.size))):
-            x = brought[world.rank].copy()
-            for out in (None, x):
-                got = mpi.direct_allreduce(x, op=op, out=out, chunk=CHUNK)
-                np.testing.assert_array_equal(got, want.astype(dtype))
-
-
 def nan_has_the_same_bits_everywhere() -> None:
     """Each rank brings a NaN of its own, and partners see two of them.  Which one is left when MPI
     adds up is up to MPI, and under MPICH to the rank."""
@@ -92,18 +69,6 @@ def nan_has_the_same_bits_everywhere() -> None:
             got = allreduce(x, op=op, chunk=CHUNK)
             assert np.isnan(got).all()
             assert_same_everywhere(got)
-
-
-def in_place_and_into_another_array() -> None:
-    for _, allreduce in dense_algorithms():
-        for dtype in ("float32", "float16", "int32"):
-            want = allreduce(array(world.rank, 1000, dtype), chunk=CHUNK)
-            x = array(world.rank, 1000, dtype)
-            assert allreduce(x, out=x, chunk=CHUNK) is x
-            np.testing.assert_array_equal(x, want)
-            out = np.empty(1000, dtype)
-            assert allreduce(array(world.rank, 1000, dtype), out=out, chunk=CHUNK) is out
-            np.testing.assert_array_equal(out, want)
 
 
 def shapes_and_views() -> None:

@@ -46,10 +46,6 @@ def _sparse(indices: list[int], values: list[float], dtype: str = "float32") -> 
     return Sparse(np.array(indices, np.int64), np.array(values, dtype))
 
 
-def _nothing(dtype: str = "float32") -> Sparse:
-    return _sparse([], [], dtype)
-
-
 def _dense(vector: Sparse, n: int, dtype: str = "float64") -> np.ndarray:
     x = np.zeros(n, dtype)
     x[vector.indices] = vector.values
@@ -65,17 +61,6 @@ def _everyones(x: np.ndarray) -> np.ndarray:
 
 def _bits(x: Sparse | np.ndarray) -> list[np.ndarray]:
     return [x.indices, x.values] if isinstance(x, Sparse) else [x]
-
-
-def _assert_nothing_is_lost(
-    brought: list[Sparse], reduced: mpi.Reduced, n: int, tolerance: float, scale: int = 1
-) -> None:
-    """What the ranks brought = the sum + what they dropped."""
-    assert_same_everywhere(*_bits(reduced.total))
-    exact = sum(_dense(x, n) for x in brought)
-    magnitude = sum(np.abs(_dense(x, n)) for x in brought)
-    got = reduced.dense(n).astype(np.float64) * scale + _everyones(_dense(reduced.dropped, n))
-    assert (np.abs(got - exact) <= tolerance * magnitude).all()
 
 
 def _allreduces(*, rounds: bool = False):
@@ -160,45 +145,6 @@ def allreduces_give_the_dense_sum() -> None:
                 assert kinds == {Sparse} or 20 * P > 300
 
 
-def owners_add_in_rank_order() -> None:
-    """So split, allgather and the dense direct allreduce have the same bits."""
-    n = 500
-    for dtype in ("float32", "float64"):
-        brought = _vectors(n, 200, dtype)
-        total = np.zeros(n, dtype)
-        for x in brought:
-            total += _dense(x, n, dtype)
-        for algorithm in ("allgather", "split_allgather"):
-            got = mpi.sparse_allreduce(brought[RANK], n, algorithm=algorithm)
-            np.testing.assert_array_equal(got.dense(n), total)
-        np.testing.assert_array_equal(mpi.direct_allreduce(_dense(brought[RANK], n, dtype)), total)
-
-
-def empty_vectors_on_some_ranks_or_all() -> None:
-    for allreduce in _allreduces():
-        for n in (0, 1, 7):
-            result = allreduce(_nothing(), n)
-            assert result.total.indices.size == 0
-            assert result.dense(n).tolist() == [0] * n
-        for giver in {0, P // 2, P - 1}:
-            mine = _sparse([1, 5], [1.5, -2]) if giver == RANK else _nothing()
-            total = allreduce(mine, 7).total
-            assert total.indices.tolist() == [1, 5]
-            assert total.values.tolist() == [1.5, -2]
-    assert [x.indices.size for x in mpi.sparse_allgather(_nothing(), 0)] == [0] * P
-
-
-def all_elements_are_dense() -> None:
-    n = 40
-    everything = np.arange(n)
-    mine = Sparse(everything, (everything * (RANK + 1)).astype(np.float32))
-    want = everything * sum(range(1, P + 1))
-    for allreduce in _allreduces():
-        total = allreduce(mine, n).total
-        assert isinstance(total, np.ndarray)
-        np.testing.assert_array_equal(total, want)
-
-
 def vectors_become_dense_when_that_is_shorter() -> None:
     """n / 2 places for float32 with int32, n / 3 for float16."""
     n = 24 * P
@@ -256,22 +202,6 @@ def nan_and_inf_reach_every_rank() -> None:
     for allreduce in _allreduces():
         value = allreduce(both, 9).dense(9)[4]
         assert np.isnan(value) if P > 1 else np.isneginf(value)
-
-
-def narrower_values_leave_the_rest_behind() -> None:
-    n = 400
-    for dtype, wire in (("float32", "float16"), ("float64", "float32"), ("float64", "float16")):
-        brought = _vectors(n, 30, dtype)
-        brought[-1].values[0] = 1e6  # beyond the range of float16
-        for number, allreduce in enumerate(_allreduces(rounds=True)):
-            op, scale = (("sum", 1), ("mean", P))[number % 2]
-            result = allreduce(brought[RANK], n, op=op, values=wire)
-            assert result.dense(n).dtype == dtype
-            eps = (P + 3) * np.finfo(dtype).eps
-            _assert_nothing_is_lost(brought, result, n, eps, scale)
-            assert np.abs(result.dropped.values).max() > 0
-        result = mpi.sparse_allreduce(brought[RANK], n, values=dtype)
-        assert result.dropped.indices.size == 0
 
 
 def split_stays_below_its_bound() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 
 from hvd_compress import (
     DGC,
-    LGC,
     NoCompression,
     OneBit,
     SignSGD,
@@ -137,19 +136,6 @@ def _comm() -> mpi.Communicator:
     return mpi.Communicator(world, checks=0)  # hundreds of reducers; checks have their own test
 
 
-def all_at_once_and_one_by_one_agree() -> None:
-    for method in ("dgc:density=0.05", "topk:density=0.05", "none", "fp16"):
-        one, other = mpi.Reducer(method), mpi.Reducer(method, bucket_bytes=500)
-        for step in range(4):
-            gradients = _gradients(world.rank, step)
-            at_once = one.reduce(gradients)
-            for name in reversed(list(gradients)):
-                other.start(name, gradients[name])
-            for name, direction in other.finish().items():
-                assert direction.tobytes() == at_once[name].tobytes()
-            assert_same_everywhere(*(at_once[name] for name in sorted(at_once)))
-
-
 def sums_of_averages_and_votes() -> None:
     mine = _gradients(world.rank, 0)
     for method, factor in ((NoCompression(), world.size), (SignSGD(), 1), (Signum(0.9), 1)):
@@ -177,23 +163,6 @@ def statistics_are_counted_from_the_messages() -> None:
     assert sent == 3 * 16 + 8 * sum(layer.elements_sent for layer in sparse)
     assert sum(layer.bytes_received for layer in sparse) == sent * (world.size - 1)
     assert reducer.method.stats().total.steps == 3
-
-
-def an_autoencoder_goes_on_bit_by_bit() -> None:
-    """From every rank's own state, with gradients in another order."""
-    method = LGC(density=0.05, learn=1, code=4, momentum=0.9, min_size=4)
-    own, again = (mpi.Reducer(method, comm=_comm()) for _ in range(2))
-    for step in range(8):
-        if step == 3:
-            again.load_state_dict(own.state_dict(consolidate=False))
-        directions = own.reduce(_gradients(world.rank, step))
-        if step >= 3:
-            found = again.reduce(dict(reversed(_gradients(world.rank, step).items())))
-            assert all(found[name].tobytes() == x.tobytes() for name, x in directions.items())
-        assert_same_everywhere(*directions.values())
-    homes = [name for name, state in again.store.states.items() if "autoencoder" in state]
-    assert homes == ["w1"]
-    assert_same_everywhere(again.store.states["w1"]["autoencoder"])
 
 
 def checkpoints_keep_the_total() -> None:
@@ -241,20 +210,6 @@ def a_state_that_one_rank_alone_has_loaded_is_noticed() -> None:
             owner.engine.close()
     with raises(MismatchError, "seed", "rank 0: 0"):
         mpi.Reducer("randomk", seed=int(world.rank > 0))
-
-
-def nan_reaches_all_and_enters_no_state() -> None:
-    reducer = mpi.Reducer("dgc:density=0.05", momentum=0.9)
-    reducer.reduce(_gradients(world.rank, 0))
-    before = {key: x.copy() for key, x in reducer.store.states["w1"].items()}
-    spoilt = _gradients(world.rank, 1)
-    if world.rank == world.size - 1:
-        spoilt["w1"][3, 4] = np.nan
-    directions = reducer.reduce(spoilt)
-    assert not np.isfinite(directions["w1"]).all()
-    assert np.isfinite(directions["w2"]).all()
-    for key, x in before.items():
-        assert reducer.store.states["w1"][key].tobytes() == x.tobytes()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,6 @@ import torch
 
 from hvd_compress import ConfigError
 from hvd_compress.advisor import auto, meeting
-from tests.devices import DEVICE
 from tests.scenarios import applies
 from tests.scenarios.common import (
     assert_close,
@@ -89,26 +88,6 @@ def waits(optimizer: Any) -> bool:
 
 
 @applies(least=2)
-def the_choice_is_used_from_then_on() -> None:
-    """As by an optimizer that is given the method, and the weights of before."""
-    for text in (TEXT, "linear"):
-        model, optimizer = begin(momentum=0.0)
-        still(optimizer)
-        with chosen(text):
-            train(model, optimizer, range(CHOICE))
-        assert facts(optimizer)["method"] == text
-        other = make_model()
-        other.load_state_dict(model.state_dict())
-        fixed = distribute(sgd(other, momentum=0.0), other, text)
-        reducer_of(fixed).step = CHOICE
-        for m, o in ((model, optimizer), (other, fixed)):
-            train(m, o, range(CHOICE, CHOICE + 5))
-            assert waits(o)
-        assert_close(model, other, rtol=0, atol=0)
-        assert_same_everywhere(model)
-
-
-@applies(least=2)
 def checkpoints_have_the_choice() -> None:
     model, optimizer = begin()
     still(optimizer)
@@ -154,22 +133,6 @@ def checkpoints_have_the_choice() -> None:
     fixed = distribute(sgd(plain), plain, hvd.TopK(density=0.05))
     fixed.load_state_dict(torch.load(file))
     assert waits(fixed)
-
-
-@applies(least=2)
-def the_choice_waits_for_a_step_that_is_finite() -> None:
-    model, optimizer = begin()
-    for _ in range(CHOICE + 1):
-        optimizer.zero_grad()
-        x = torch.full((2, 40), float("nan") if hvd.rank() == 1 else 1.0)
-        model(x.to(DEVICE)).sum().backward()
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            pass
-        optimizer.end_step()
-        assert not facts(optimizer)["why"]
-    train(model, optimizer, range(1))
-    assert facts(optimizer)["why"]
 
 
 @applies(least=2)

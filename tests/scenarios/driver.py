@@ -28,6 +28,7 @@ hvd: Any = _driver.hvd
 #: the framework's Adam
 adam: Any = _driver.adam
 #: this package's optimizers of those names
+lars: Any = _driver.lars
 onebit_adam: Any = _driver.onebit_adam
 zero_one_adam: Any = _driver.zero_one_adam
 lamb: Any = _driver.lamb
@@ -38,20 +39,53 @@ mismatch: type[BaseException] = _driver.mismatch
 set_step: Any = _driver.set_step
 #: arrays of all ranks, one behind the other
 allgather: Any = _driver.allgather
+#: gradients of the weighted sum of a function's results, in each way that the framework has, and
+#: the first and second gradient of its sum
+gradients_through: Any = _driver.gradients_through
+second_gradient: Any = _driver.second_gradient
+#: over MPI without Horovod
+is_mpi = "mpi" in (over, library)
 #: a weight of the oracle's in the layout of the framework, and back
 turned: Any = _driver.turned
+
+
+class Student(Protocol):
+    """A model in float64 that others teach, beside plain SGD.
+
+    Attributes:
+        codistillation: what is made of the model and of options.
+    """
+
+    codistillation: Any
+
+    def step(self, rank: int, number: int) -> None:
+        """One on a rank's batch."""
+
+    def losses(self, rank: int, number: int) -> tuple[float, float]:
+        """The task's, and that with teachers; an exchange without a step."""
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """By the oracle's names, in its layout."""
+
+    def set_weights(self, weights: dict[str, np.ndarray]) -> None: ...
+
+
+def student(weights: dict[str, np.ndarray], *args: Any, **options: Any) -> Student:
+    return _driver.Student(weights, *args, **options)
 
 
 class Run(Protocol):
     """Training of the oracle's network on this rank.
 
     Attributes:
-        compression: what users meet under that name.
+        compression: what users meet under that name; ``None`` if a training method is used.
         optimizer: the distributed one.
+        framework_names: what the framework calls the weights, in the oracle's order.
     """
 
     compression: Any
     optimizer: Any
+    framework_names: list[str]
 
     def step(self, number: int, *, passes: int = 1, spoilt: bool = False) -> None:
         """One optimizer step on the batches of this rank; ``spoilt``: the input is NaN."""
@@ -65,11 +99,11 @@ class Run(Protocol):
         """All of the compression's state."""
 
 
-def make(method: Any, **options: Any) -> Run:
+def make(method: Any, /, **options: Any) -> Run:
     """A run from the oracle's initial weights.
 
     Args:
-        method: a value for ``compression=``.
+        method: a value for ``compression=``; without effect beside ``method=``.
         options: those of :class:`oracle.Setup`, ``groups="two"`` for a group of the first two
             variables; all others go to ``DistributedOptimizer``.
     """

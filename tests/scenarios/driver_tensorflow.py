@@ -45,15 +45,60 @@ def model_of(kind: str, dtype: str = "float32") -> Any:
         model = keras.Sequential(_layers(kind))
     finally:
         keras.config.set_dtype_policy(policy)
-    model.set_weights(list(oracle.initial_weights(kind, dtype).values()))
+    wide = dtype.replace("mixed_float16", "float32")  # what the variables have
+    model.set_weights(list(oracle.initial_weights(kind, wide).values()))
     return model
 
 
-class Run:
+class _Trained:
+    """A model of the oracle's network."""
+
+    def __init__(self, kind: str, dtype: str) -> None:
+        self.kind, self.dtype = kind, dtype
+        self.model = model_of(kind, dtype)
+        self.names = list(oracle.initial_weights(kind))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return dict(zip(self.names, self.model.get_weights(), strict=True))
+
+    def set_weights(self, weights: dict[str, np.ndarray]) -> None:
+        self.model.set_weights(list(weights.values()))
+
+    def loss(self, z: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, z))
+
+
+class Student(_Trained):
+    def __init__(self, weights: dict[str, np.ndarray], *args: Any, **options: Any) -> None:
+        super().__init__("mlp", "float64")
+        self.set_weights(weights)
+        self.codistillation = hvd_keras.Codistillation(self.model, *args, **options)
+        self.sgd = keras.optimizers.SGD(oracle.LR)
+        self.sgd.build(self.model.trainable_variables)  # so that the graph is traced once
+        self.graph = tf.function(self._step)
+
+    def _losses(self, x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        z = self.model(x, training=True)
+        task = self.loss(z, y)
+        return task, self.codistillation.loss(task, z, x)
+
+    def _step(self, x: tf.Tensor, y: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            _, loss = self._losses(x, y)
+        variables = self.model.trainable_variables
+        self.sgd.apply(tape.gradient(loss, [v.value for v in variables]), variables)
+
+    def step(self, rank: int, number: int) -> None:
+        self.graph(*map(tf.constant, oracle.batch("mlp", rank, number, "float64")))
+
+    def losses(self, rank: int, number: int) -> tuple[float, float]:
+        found = self._losses(*map(tf.constant, oracle.batch("mlp", rank, number, "float64")))
+        return float(found[0]), float(found[1])
+
+
+class Run(_Trained):
     def __init__(self, method: Any, setup: oracle.Setup, options: dict[str, Any]) -> None:
-        self.kind, self.dtype = setup.kind, setup.dtype
-        self.model = model_of(setup.kind, setup.dtype)
-        self.names = list(oracle.initial_weights(setup.kind))
+        super().__init__(setup.kind, setup.dtype)
         if options.get("groups") == "two":
             options["groups"] = [list(self.model.trainable_variables[:2])]
         momentum = {"momentum": setup.momentum, "nesterov": setup.nesterov}
@@ -69,9 +114,14 @@ class Run:
                 if setup.optimizer is None
                 else setup.optimizer(setup.lr)
             )
-            self.optimizer = hvd_keras.DistributedOptimizer(inner, compression=method, **options)
+            if "method" not in options:
+                options["compression"] = method
+            self.optimizer = hvd_keras.DistributedOptimizer(inner, **options)
             self.optimizer.build(self.model.trainable_variables)
-            self.compression = self.optimizer.compression
+            self.compression = getattr(self.optimizer, "compression", None)
+        variables = self.model.trainable_variables
+        self.framework_names = [f"{i}.{v.name}" for i, v in enumerate(variables)]
+        self.sam = None if setup.sam is None else hvd_keras.SAM(**setup.sam)
         self.graph = tf.function(self._step)
 
     def step(self, number: int, *, passes: int = 1, spoilt: bool = False) -> None:
@@ -81,18 +131,20 @@ class Run:
 
     def _step(self, x: tf.Tensor, y: tf.Tensor) -> None:
         variables = self.model.trainable_variables
+
+        def loss_now() -> tf.Tensor:
+            return self.loss(self.model(x, training=True), y)
+
+        if self.sam is not None:
+            self.optimizer.apply(self.sam.gradient(loss_now, variables)[1], variables)
+            return
         with tf.GradientTape() as tape:
-            z = self.model(x, training=True)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, z))
+            loss = loss_now()
         if over == "tape":
             tape = hvd.DistributedGradientTape(tape, compression=self.compression)
+        if hasattr(self.optimizer, "training"):
+            self.optimizer.report(loss)
         self.optimizer.apply(tape.gradient(loss, variables), variables)
-
-    def weights(self) -> dict[str, np.ndarray]:
-        return dict(zip(self.names, self.model.get_weights(), strict=True))
-
-    def set_weights(self, weights: dict[str, np.ndarray]) -> None:
-        self.model.set_weights(list(weights.values()))
 
     def states(self) -> dict[str, np.ndarray]:
         return {
@@ -118,6 +170,7 @@ def _with_torchs_names(cls: Any) -> Any:
 
 onebit_adam = _with_torchs_names(hvd_keras.OneBitAdam)
 zero_one_adam = _with_torchs_names(hvd_keras.ZeroOneAdam)
+lars = hvd_keras.LARS
 lamb = _with_torchs_names(hvd_keras.LAMB)
 onebit_lamb = _with_torchs_names(hvd_keras.OneBitLAMB)
 
@@ -137,3 +190,28 @@ def turned(name: str, weight: np.ndarray) -> np.ndarray:
 
 def allgather(x: np.ndarray, **options: Any) -> np.ndarray:
     return hvd.allgather(tf.constant(x), **options).numpy()
+
+
+def gradients_through(function: Any, x: Any, weight: Any) -> list[np.ndarray]:
+    """Eagerly, and in a graph."""
+
+    def gradient(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(weight * function(x))
+        return tape.gradient(loss, x)
+
+    x = tf.convert_to_tensor(x)
+    found = [gradient(x), tf.function(gradient)(x)]
+    return [tf.convert_to_tensor(each).numpy() for each in found]
+
+
+def second_gradient(function: Any, x: Any) -> list[np.ndarray]:
+    x = tf.convert_to_tensor(x)
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            loss = tf.reduce_sum(function(x))
+        first = inner.gradient(loss, x)
+    return [first.numpy(), outer.gradient(first, x).numpy()]

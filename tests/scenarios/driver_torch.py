@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from typing import Any
 
 import numpy as np
@@ -39,37 +40,13 @@ def _model(kind: str, dtype: str) -> torch.nn.Module:
     return torch.nn.Sequential(*layers[:-1]).to(DEVICE, getattr(torch, dtype))
 
 
-class Run:
-    def __init__(self, method: Any, setup: oracle.Setup, options: dict[str, Any]) -> None:
-        self.kind, self.dtype = setup.kind, setup.dtype
-        self.model = _model(setup.kind, setup.dtype)
-        self.names = list(oracle.initial_weights(setup.kind))
-        self.set_weights(oracle.initial_weights(setup.kind, setup.dtype))
-        if options.get("groups") == "two":
-            options["groups"] = [list(self.model.parameters())[:2]]
-        momentum = {"momentum": setup.momentum, "nesterov": setup.nesterov}
-        inner = (
-            torch.optim.SGD(self.model.parameters(), setup.lr, **momentum)
-            if setup.optimizer is None
-            else setup.optimizer(self.model.parameters(), setup.lr)
-        )
-        self.optimizer = hvd.DistributedOptimizer(
-            inner,
-            named_parameters=self.model.named_parameters(),
-            compression=method,
-            **options,
-        )
-        self.compression = getattr(self.optimizer, "compression", None)
+class _Trained:
+    """A model of the oracle's network."""
 
-    def step(self, number: int, *, passes: int = 1, spoilt: bool = False) -> None:
-        self.optimizer.zero_grad()
-        for part in range(passes):
-            x, y = oracle.batch(self.kind, hvd.rank(), number * passes + part, self.dtype)
-            if spoilt:
-                x = np.full_like(x, np.nan)
-            x, y = (torch.tensor(own, device=DEVICE) for own in (x, y))
-            torch.nn.functional.cross_entropy(self.model(x), y).backward()
-        self.optimizer.step()
+    def __init__(self, kind: str, dtype: str) -> None:
+        self.kind, self.dtype = kind, dtype
+        self.model = _model(kind, dtype)
+        self.names = list(oracle.initial_weights(kind))
 
     def weights(self) -> dict[str, np.ndarray]:
         return {
@@ -81,6 +58,71 @@ class Run:
         with torch.no_grad():
             for name, p in zip(self.names, self.model.parameters(), strict=True):
                 p.copy_(torch.tensor(turned(name, weights[name])))
+
+
+class Student(_Trained):
+    def __init__(self, weights: dict[str, np.ndarray], *args: Any, **options: Any) -> None:
+        super().__init__("mlp", "float64")
+        self.set_weights(weights)
+        self.codistillation = hvd.Codistillation(self.model, *args, **options)
+        self.sgd = torch.optim.SGD(self.model.parameters(), oracle.LR)
+
+    def _losses(self, rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        own = oracle.batch("mlp", rank, number, "float64")
+        x, y = (torch.tensor(each, device=DEVICE) for each in own)
+        z = self.model(x)
+        task = torch.nn.functional.cross_entropy(z, y)
+        return task, self.codistillation.loss(task, z, x)
+
+    def step(self, rank: int, number: int) -> None:
+        self.sgd.zero_grad()
+        self._losses(rank, number)[1].backward()
+        self.sgd.step()
+
+    def losses(self, rank: int, number: int) -> tuple[float, float]:
+        task, loss = self._losses(rank, number)
+        return task.item(), loss.item()
+
+
+class Run(_Trained):
+    def __init__(self, method: Any, setup: oracle.Setup, options: dict[str, Any]) -> None:
+        super().__init__(setup.kind, setup.dtype)
+        self.set_weights(oracle.initial_weights(setup.kind, setup.dtype))
+        if options.get("groups") == "two":
+            options["groups"] = [list(self.model.parameters())[:2]]
+        momentum = {"momentum": setup.momentum, "nesterov": setup.nesterov}
+        inner = (
+            torch.optim.SGD(self.model.parameters(), setup.lr, **momentum)
+            if setup.optimizer is None
+            else setup.optimizer(self.model.parameters(), setup.lr)
+        )
+        if "method" not in options:
+            options["compression"] = method
+        named = dict(self.model.named_parameters())
+        self.framework_names = list(named)
+        self.optimizer = hvd.DistributedOptimizer(inner, named_parameters=named.items(), **options)
+        self.compression = getattr(self.optimizer, "compression", None)
+        self.sam = None if setup.sam is None else hvd.SAM(self.model, **setup.sam)
+
+    def step(self, number: int, *, passes: int = 1, spoilt: bool = False) -> None:
+        self.optimizer.zero_grad()
+        for part in range(passes):
+            x, y = oracle.batch(self.kind, hvd.rank(), number * passes + part, self.dtype)
+            if spoilt:
+                x = np.full_like(x, np.nan)
+            x, y = (torch.tensor(own, device=DEVICE) for own in (x, y))
+
+            def loss(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                return torch.nn.functional.cross_entropy(self.model(x), y)
+
+            if self.sam is not None:
+                self.sam.backward(loss)
+                continue
+            found = loss()
+            found.backward()
+            if hasattr(self.optimizer, "training"):
+                self.optimizer.report(found)
+        self.optimizer.step()
 
     def states(self) -> dict[str, np.ndarray]:
         return {
@@ -104,8 +146,27 @@ def turned(name: str, weight: np.ndarray) -> np.ndarray:
 
 adam = torch.optim.Adam
 onebit_adam, zero_one_adam = hvd.OneBitAdam, hvd.ZeroOneAdam
-lamb, onebit_lamb = hvd.LAMB, hvd.OneBitLAMB
+lars, lamb, onebit_lamb = hvd.LARS, hvd.LAMB, hvd.OneBitLAMB
 
 
 def allgather(x: np.ndarray, **options: Any) -> np.ndarray:
     return hvd.allgather(torch.tensor(x), name="allgather", **options).numpy()
+
+
+def backward(loss: torch.Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Parameter `average`")  # Horovod's own gradients pass it
+        loss.backward()
+
+
+def gradients_through(function: Any, x: Any, weight: Any) -> list[np.ndarray]:
+    x = torch.tensor(x, device=DEVICE, requires_grad=True)
+    backward((torch.as_tensor(weight, device=DEVICE) * function(x)).sum())
+    return [x.grad.cpu().numpy()]
+
+
+def second_gradient(function: Any, x: Any) -> list[np.ndarray]:
+    x = torch.tensor(x, device=DEVICE, requires_grad=True)
+    (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    return [found.detach().cpu().numpy() for found in (first, second)]

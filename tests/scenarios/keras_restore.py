@@ -1,7 +1,7 @@
 """What waited when a state was saved waits once when it is restored, by every way.
 
 The table of ways by who saved, and by what is damaged, is here; an elastic state, which keeps the
-copies, is in ``keras_users.py``.
+copies, is in ``keras_callbacks.py``.
 """
 
 from __future__ import annotations
@@ -164,19 +164,6 @@ def what_is_damaged_changes_nothing_by_any_way() -> None:
         assert int(other.compression.step) == 0
         for key, x in other.states().items():
             np.testing.assert_array_equal(x, before[key], err_msg=key)
-
-
-def another_method_takes_up_what_waited_by_any_way() -> None:
-    """What it has in common with the one that was saved, and all else begins anew."""
-    run = train(make(METHOD), range(3))
-    for way in (*WAYS.values(), _copy):
-        other = make(DGC(density=0.05))
-        with _folder(everyones=True) as folder:
-            _texts(way(run, folder)[0])
-            _texts(way(other, folder)[1])
-        both = _waits(other).keys() & _waits(run).keys()
-        _assert_waits({k: _waits(other)[k] for k in both}, {k: _waits(run)[k] for k in both})
-        assert int(other.compression.step) == 3
 
 
 @applies(least=2)  # nobody to send to

@@ -1,8 +1,9 @@
-"""Optimizers in Keras: what is saved, scaled, kept local, and refused."""
+"""Optimizers in Keras: what is traced, saved, scaled, met by callbacks, kept local, and refused."""
 
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from tests.scenarios.driver import (
     assert_close,
     assert_same_everywhere,
     barrier,
-    everything,
     raises,
+    train,
 )
 from tests.scenarios.driver_tensorflow import hvd, hvd_keras, model_of
+from tests.scenarios.optimizers import LR, SCHEDULE, run_of
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 FREEZE = 4
@@ -31,74 +33,113 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         {"min_size": 0},
     ),
     "LAMB": ({"weight_decay": 0.1}, None),
+    "ZeroOneAdam": (SCHEDULE, {"min_size": 0}),
 }
 
 
-def _optimizer(name: str = "OneBitAdam", rate: float = 0.01, **options: Any):
+def _optimizer(name: str = "OneBitAdam", **options: Any) -> Any:
     own, compression = ROWS[name]
-    optimizer = getattr(hvd_keras, name)(rate, **own | options)
+    optimizer = getattr(hvd_keras, name)(LR, **own | options)
     method = "topk:density=0.2" if compression is None else optimizer.compressor(**compression)
     return hvd_keras.DistributedOptimizer(optimizer, compression=method)
 
 
-def fit(model, steps) -> None:
+def _compiled(name: str) -> Any:
+    model = model_of("mlp")
+    model.compile(_optimizer(name), loss=LOSS)
+    model.optimizer.build(model.trainable_variables)  # so that the graph is traced once
+    return model
+
+
+def _data(steps: Any) -> tuple[np.ndarray, np.ndarray]:
     batches = [oracle.batch("mlp", hvd.rank(), step) for step in steps]
-    x, y = (np.concatenate([batch[i] for batch in batches]) for i in (0, 1))
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return tuple(np.concatenate([batch[i] for batch in batches]) for i in (0, 1))
 
 
-def weights_of(model) -> dict[str, np.ndarray]:
+def _fit(model: Any, steps: Any, **options: Any) -> None:
+    x, y = _data(steps)
+    model.fit(x, y, **{"batch_size": 8, "shuffle": False, "verbose": 0, **options})
+
+
+def _weights(model: Any) -> dict[str, np.ndarray]:
     return dict(zip(oracle.initial_weights("mlp"), model.get_weights(), strict=True))
 
 
 def models_are_saved_and_go_on() -> None:
+    """On all ranks from what rank 0 saved; the laws have what each optimizer keeps."""
     folder = Path(hvd.broadcast_object(tempfile.mkdtemp(), root_rank=0, name="folder"))
-    for name in ROWS:
-        model, reached = model_of("mlp"), 0
-        model.compile(_optimizer(name), loss=LOSS)
-        model.optimizer.build(model.trainable_variables)  # so that the graph is traced once
-        # Before the freeze, where there is one, and after it; the laws have that of 1-bit LAMB.
-        early = name == "OneBitAdam" or (name == "OneBitLAMB" and everything)
-        for steps in (2, 7) if early else (7,):
-            fit(model, range(reached, steps))
-            reached = _saved_and_goes_on(name, model, steps, folder)
+    for name, steps in (("OneBitAdam", 7), ("ZeroOneAdam", 27)):  # 28 synchronizes
+        model = _compiled(name)
+        _fit(model, range(steps))
+        if name == "ZeroOneAdam":
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model.save(Path(tempfile.mkdtemp()) / "own.keras")
+            told = any("optimizer.synchronize_parameters()" in str(w.message) for w in caught)
+            assert told or hvd.size() == 1
+            model.optimizer.synchronize_parameters()
+        model.optimizer.compression.consolidate()
+        if hvd.rank() == 0:
+            model.save(folder / "model.keras")  # warnings are errors here
+            whole = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+            whole.write(str(folder / "checkpoint"))
+        barrier()
+        method = model.optimizer.compression.method
+        loaded = hvd_keras.load_model(folder / "model.keras", compression=method)
+        assert loaded.optimizer.get_config() == model.optimizer.get_config()
+        restored = _compiled(name)
+        whole = tf.train.Checkpoint(model=restored, optimizer=restored.optimizer)
+        whole.restore(str(folder / "checkpoint")).expect_partial()
+        for other in (loaded, restored):
+            assert int(other.optimizer.compression.step) == steps
+            assert int(other.optimizer._variance_steps) == (6 if name == "ZeroOneAdam" else FREEZE)
+            pairs = zip(model.optimizer.variables, other.optimizer.variables, strict=True)
+            assert all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+            states = other.optimizer.compression.store.states
+            for i, state in model.optimizer.compression.store.states.items():
+                for key, x in state.items():
+                    np.testing.assert_array_equal(states[i][key], x)
+            assert_close(_weights(other), _weights(model), 0, 0)
+        for m in (model, loaded):
+            _fit(m, range(steps, steps + 5))  # 32 synchronizes
+            assert_same_everywhere(_weights(m))
+        assert_close(_weights(loaded), _weights(model), 1e-4, 1e-5)
+        barrier()
 
 
-def _saved_and_goes_on(name: str, model, steps: int, folder: Path) -> int:
-    """A model after so many steps, and one that is loaded; returns the steps of both at the end."""
-    model.optimizer.compression.consolidate()
-    if hvd.rank() == 0:
-        model.save(folder / "model.keras")
-    barrier()
-    method = model.optimizer.compression.method
-    loaded = hvd_keras.load_model(folder / "model.keras", compression=method)
-    assert loaded.optimizer.get_config() == model.optimizer.get_config()
-    assert int(loaded.optimizer.compression.step) == steps
-    if "freeze_step" in ROWS[name][0]:
-        assert int(loaded.optimizer._variance_steps) == min(steps, FREEZE)
-    for kind, ours in model.optimizer.slots.items():
-        theirs = loaded.optimizer.slots[kind]
-        assert all(map(np.array_equal, map(np.asarray, ours), map(np.asarray, theirs)))
-        assert all(np.any(np.asarray(x)) for x in theirs)
-    for m in (model, loaded):
-        fit(m, range(steps, steps + 4))
-        assert_same_everywhere(weights_of(m))
-    assert_close(weights_of(loaded), weights_of(model), 1e-4, 1e-5)
-    return steps + 4
+def eager_steps_are_the_same_and_a_graph_is_traced_once() -> None:
+    eager, run = run_of("0/1 Adam", eps=0.0), run_of("0/1 Adam", eps=0.0)
+    eager.graph = eager._step
+    for each in (eager, run):
+        train(each, range(23))
+    assert_close(eager.weights(), run.weights(), rtol=1e-9, atol=1e-12)
+    run.optimizer.synchronize_parameters()
+    train(run, range(23, 32))
+    assert run.graph.experimental_get_tracing_count() == 1
+
+
+def several_passes_are_a_step() -> None:
+    options = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+    run = run_of("0/1 Adam", setup=options)
+    run.graph = run._step
+    train(run, range(25), passes=2)
+    assert int(run.compression.step) == 25
+    run.optimizer.synchronize_parameters()
+    assert_same_everywhere(run.weights())
 
 
 def half_precision_skips_what_is_spoilt() -> None:
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        model = _half_model()
+        model = model_of("mlp", "mixed_float16")
         optimizer = _optimizer()
         optimizer.build(model.trainable_variables)
     finally:
         keras.config.set_dtype_policy(policy)
 
     @tf.function
-    def step(x, y):
+    def step(x: tf.Tensor, y: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
             loss = optimizer.scale_loss(LOSS(y, model(x, training=True)))
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
@@ -113,63 +154,114 @@ def half_precision_skips_what_is_spoilt() -> None:
     assert int(inner.iterations) == 7
     assert int(inner._variance_steps) == FREEZE - 1
     assert all(np.isfinite(w).all() for w in model.get_weights())
-    assert_same_everywhere(weights_of(model))
+    assert_same_everywhere(_weights(model))
     states = optimizer.compression.store.states.values()
     for m, state in zip(inner.slots["exp_avg"], states, strict=True):
         close = {"rtol": 1e-3, "atol": 1e-6}
         np.testing.assert_allclose(np.ravel(m), state["average"].numpy(), **close)
 
 
-def _half_model():
-    layers = [keras.layers.Dense(width, activation="tanh") for width in oracle.WIDTHS[1:-1]]
-    model = keras.Sequential(
-        [keras.Input((oracle.WIDTHS[0],)), *layers, keras.layers.Dense(oracle.WIDTHS[-1])]
-    )
-    model.set_weights(list(oracle.initial_weights("mlp").values()))
-    return model
+class _SameEverywhere(keras.callbacks.Callback):
+    """Behind the callback that makes it so."""
+
+    checks = 0
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.checks += 1
+        assert_same_everywhere(_weights(self.model))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.on_test_begin()
 
 
-def local_variables_have_a_momentum_of_their_own() -> None:
-    """Their gradient comes as it is, before the freeze and after it."""
-    variables = [tf.Variable(np.ones(40)), tf.Variable(np.ones(40))]
-    optimizer = _optimizer(beta_1=0.5, bias_correction=False)
-    optimizer.register_local_var(variables[1])
-    gradients = [np.full(40, 1.0 + hvd.rank()) for _ in variables]
-    for _ in range(8):
-        optimizer.apply([tf.constant(g) for g in gradients], variables)
-    mean = (1 + hvd.size()) / 2
-    own = (1 + hvd.rank()) / hvd.size()
-    for m, g in zip(optimizer.slots["exp_avg"], (mean, own), strict=True):
-        np.testing.assert_allclose(np.asarray(m), g * (1 - 0.5**8), rtol=1e-6)
+def the_callback_synchronizes_before_validation_and_after_epochs() -> None:
+    check = _SameEverywhere()
+    path = str(Path(tempfile.mkdtemp()) / "model.keras")
+    callbacks = [
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd_keras.callbacks.CompressionCallback(),
+        check,
+        keras.callbacks.ModelCheckpoint(path),  # warnings are errors here
+    ]
+    options = {"epochs": 3, "validation_data": _data(range(9)), "callbacks": callbacks}
+    _fit(_compiled("ZeroOneAdam"), range(9), **options)
+    assert check.checks == 6
 
 
-def decay_takes_no_part_in_momentum() -> None:
-    """Without a gradient weights fade, and do nothing else."""
-    # Of 1-bit LAMB u = 0.5 p, and the coefficient is |p| / |u| = 2.
-    kernel, bias = (tf.Variable(tf.ones([4]), name=name) for name in ("kernel", "bias"))
-    lamb = hvd_keras.OneBitLAMB(0.25, weight_decay=0.5)
-    lamb.exclude_from_weight_decay(var_names=["bias"])
-    lamb.apply([tf.zeros([4])] * 2, [kernel, bias])
-    np.testing.assert_allclose(kernel.numpy(), np.full(4, 0.75), rtol=1e-6)
-    np.testing.assert_array_equal(bias.numpy(), np.ones(4))
+def fit_trains_with_sam_a_warm_up_and_compression() -> None:
+    class WithSAM(keras.Sequential):
+        sam = hvd_keras.SAM(0.05)
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            variables = self.trainable_variables
+            loss, gradients = self.sam.gradient(
+                lambda: self.compute_loss(x, y, self(x, training=True)), variables
+            )
+            self.optimizer.apply(gradients, variables)
+            return {"loss": loss}
+
+    rate = hvd_keras.ScaledWarmup(0.01, batch_size=64, reference_batch_size=16, steps=8)
+    local = hvd_keras.LARS(rate, trust_coefficient=0.5)
+    model = WithSAM(model_of("mlp").layers)
+    model.compile(hvd_keras.DistributedOptimizer(local, compression="topk:density=0.2"), loss=LOSS)
+    model.optimizer.build(model.trainable_variables)
+    x, y = _data(range(12))
+    before = float(LOSS(y, model(x)))
+    _fit(model, range(12), epochs=5)
+    assert float(LOSS(y, model(x))) < 0.95 * before
+    assert_same_everywhere(_weights(model))
 
 
-def what_would_change_signs_is_refused() -> None:
-    """Clipped to a norm of 1, the signs of n weights would be 1 / sqrt(n)."""
+def local_variables_go_their_own_way() -> None:
+    """With a momentum of their own, the variance of the steps at which 0/1 Adam learns, and
+    without synchronizations: as in an optimizer of their own."""
+    for name, more in (("OneBitAdam", {"beta_1": 0.5}), ("ZeroOneAdam", {})):
+        options = ROWS[name][0] | more | {"epsilon": 1e-30}
+        variables = [tf.Variable(np.ones(40)), tf.Variable(np.ones(40))]
+        alone = [tf.Variable(np.ones(40))]
+        optimizer, plain = _optimizer(name, **options), getattr(hvd_keras, name)(LR, **options)
+        optimizer.register_local_var(variables[1])
+        random = np.random.default_rng(hvd.rank())
+        for _ in range(24):
+            own = random.normal(size=40)
+            optimizer.apply([tf.constant(own), tf.constant(own)], variables)
+            plain.apply([tf.constant(own / hvd.size())], alone)
+        assert_same_everywhere({"shared": variables[0].numpy()})
+        np.testing.assert_allclose(variables[1].numpy(), alone[0].numpy(), rtol=1e-9)
+
+
+def constraints_hold_after_synchronizations() -> None:
+    variables = [keras.Variable(np.zeros(40), dtype="float64", name="w")]
+    variables[0].constraint = keras.constraints.NonNeg()
+    optimizer = _optimizer("ZeroOneAdam")
+    random = np.random.default_rng(hvd.rank())
+    for _ in range(28):
+        optimizer.apply([tf.constant(random.normal(size=40))], variables)
+        assert (np.asarray(variables[0]) >= 0).all()
+    assert_same_everywhere({"w": np.asarray(variables[0])})
+
+
+def what_cannot_work_is_refused() -> None:
     x = tf.Variable(np.ones(40, np.float32))
+    # Clipped to a norm of 1, the signs of n weights would be 1 / sqrt(n).
     for option in ("clipnorm", "clipvalue", "global_clipnorm"):
         with raises(ConfigError, f"{option}=2.0", "no gradients: drop it"):
             _optimizer(**{option: 2.0}).build([x])
-
-
-def others_are_refused() -> None:
+    with raises(ConfigError, "use_ema"):
+        _optimizer("ZeroOneAdam", use_ema=True).build([x])
     for method in ("onebit_adam", "zero_one_adam"):
         with raises(ConfigError, f"{method} hands out momenta", "which Adam would take"):
             hvd_keras.DistributedOptimizer(keras.optimizers.Adam(), compression=method)
-    x = tf.Variable(np.ones(4, np.float32))
     for optimizer in (hvd_keras.OneBitAdam(freeze_step=3), hvd_keras.ZeroOneAdam()):
         with tf.GradientTape() as tape:
             y = tf.reduce_sum(x * x)
         tape = hvd.DistributedGradientTape(tape, compression=optimizer.compressor())
         with raises(ConfigError, "hands out momenta", "DistributedOptimizer"):
             tape.gradient(y, [x])
+    adam = hvd_keras.ZeroOneAdam(**SCHEDULE)
+    scaled = keras.optimizers.LossScaleOptimizer(adam)
+    with raises(ConfigError, "loss scaling", "bfloat16"):
+        hvd_keras.DistributedOptimizer(scaled, compression=adam.compressor())
+    with raises(ConfigError, "sparse_as_dense=True"):
+        train(run_of("0/1 Adam", setup={"kind": "words"}), [0])

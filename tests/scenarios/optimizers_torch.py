@@ -11,6 +11,8 @@ import torch
 
 from hvd_compress import NoCompression, OneBitAdamCompression, TopK
 from hvd_compress.errors import ConfigError
+from tests.devices import DEVICE
+from tests.scenarios import horovod_only
 from tests.scenarios.common import (
     assert_close,
     assert_same_everywhere,
@@ -18,32 +20,30 @@ from tests.scenarios.common import (
     distribute,
     loss_of,
     make_model,
+    sgd,
     train,
 )
 from tests.scenarios.driver import hvd, raises
+from tests.scenarios.driver import train as train_run
+from tests.scenarios.optimizers import SCHEDULE, run_of
 
 FREEZE = 4
 #: options of optimizers, and of the compression that they make, if they do
 ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
-    "OneBitAdam": ({"lr": 0.01, "weight_decay": 0.01, "freeze_step": FREEZE}, {"min_size": 0}),
-    "OneBitLAMB": ({"lr": 0.01, "weight_decay": 0.01, "freeze_step": FREEZE}, {"min_size": 0}),
+    "OneBitAdam": ({"weight_decay": 0.01, "freeze_step": FREEZE}, {"min_size": 0}),
+    "OneBitLAMB": ({"weight_decay": 0.01, "freeze_step": FREEZE}, {"min_size": 0}),
+    "ZeroOneAdam": (SCHEDULE, {"min_size": 0}),
     "LARS": ({"lr": 2.0, "weight_decay": 0.01, "trust_coefficient": 0.01}, None),
-    "LAMB": ({"lr": 0.01, "weight_decay": 0.1}, None),
+    "LAMB": ({"weight_decay": 0.1}, None),
 }
-PARTNERS = [name for name, (_, compression) in ROWS.items() if compression is not None]
 
 
-def _run(name: str, seed: int = 0, op: Any = None, **options: Any):
+def _run(name: str, seed: int = 0, **options: Any) -> Any:
     own, compression = ROWS[name]
     model = make_model(seed)
-    optimizer = getattr(hvd, name)(model.parameters(), **own | options)
+    optimizer = getattr(hvd, name)(model.parameters(), **{"lr": 0.01, **own, **options})
     method = TopK(density=0.2) if compression is None else optimizer.compressor(**compression)
-    return model, distribute(optimizer, model, method, **({} if op is None else {"op": op}))
-
-
-def _assert_equal(model, other) -> None:
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
+    return model, distribute(optimizer, model, method)
 
 
 def options_survive_the_making_of_the_class() -> None:
@@ -57,21 +57,23 @@ def options_survive_the_making_of_the_class() -> None:
 def runs_go_on_from_their_checkpoints() -> None:
     """On each rank from its own state, before a freeze and after it: with the same bits."""
     for name in ROWS:
-        for steps in (2, 7):
+        for steps in (27,) if name == "ZeroOneAdam" else (2, 7):
             model, optimizer = _run(name)
             train(model, optimizer, range(steps))
             file = io.BytesIO()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that residuals differ between ranks
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 torch.save(optimizer.state_dict(), file)
+            said = any("optimizer.synchronize_parameters()" in str(w.message) for w in caught)
+            assert said == (name == "ZeroOneAdam")
             file.seek(0)
             again, resumed = _run(name, seed=1)
             again.load_state_dict(model.state_dict())
             resumed.load_state_dict(torch.load(file))
             assert resumed.compression.step == steps
             for m, o in ((model, optimizer), (again, resumed)):
-                train(m, o, range(steps, steps + 5))
-            _assert_equal(again, model)
+                train(m, o, range(steps, steps + 5))  # 32 synchronizes 0/1 Adam
+            assert_close(again, model, rtol=0, atol=0)
             assert_same_everywhere(model)
 
 
@@ -98,10 +100,6 @@ def consolidated_checkpoints_serve_all_ranks() -> None:
         for key, x in own.items():
             mean = hvd.allreduce(x, name=f"own {name} {key}")
             torch.testing.assert_close(saved[f"compression.{key}"], mean)
-        if name == "OneBitAdam":
-            assert (saved["step"], saved["variance_step"]) == (7, FREEZE)
-            momentum = saved["exp_avg"].view(-1)
-            torch.testing.assert_close(saved["compression.average"], momentum)
         states = state["state"].values()
         assert_same_everywhere([x for s in states for k, x in s.items() if k in ours])
         again, resumed = _run(name, seed=1)
@@ -109,65 +107,78 @@ def consolidated_checkpoints_serve_all_ranks() -> None:
         resumed.load_state_dict(state)
         train(again, resumed, range(7, 10))
         assert_same_everywhere(again)
-
-
-def those_who_join_take_over_the_state() -> None:
-    for name in ROWS:
-        model, optimizer = _run(name)
-        if hvd.size() > 1:
-            train(model, optimizer, range(6))
+        # And those who join take it over.
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        train(model, optimizer, range(6, 9))
+        train(model, optimizer, range(7, 10))
         assert_same_everywhere(model)
+
+
+def checkpoints_of_another_kind_are_refused() -> None:
+    """Before anything of them is assigned."""
+    for name in ("OneBitAdam", "OneBitLAMB", "LAMB"):
+        model, optimizer = _run(name)
+        train(model, optimizer, range(2))
+        optimizer.consolidate_state_dict()
+        for slot in optimizer.formula.slots:
+            state = copy.deepcopy(optimizer.state_dict())
+            if slot.since is None and slot.kind == "array":
+                del state["state"][0][slot.name]
+                with raises(ConfigError, slot.name):
+                    optimizer.load_state_dict(state)
+                state["state"][0][slot.name] = torch.ones(3)
+                with raises(ConfigError, slot.name, r"\[3\]"):
+                    optimizer.load_state_dict(state)
+
+
+def synchronizing_in_full_uses_up_the_residuals() -> None:
+    run = run_of("0/1 Adam", local_step_scaler=1, local_step_clipper=1000)
+    train_run(run, range(SCHEDULE["var_freeze_step"] + 2))  # 13 and 14 synchronize
+    assert all("sync.residual" in s for s in run.optimizer.state.values())
+    momentum = run.optimizer.state[run.model[0].weight]["exp_avg"].clone()
+    run.optimizer.synchronize_parameters()  # nobody has moved, but something waits
+    assert torch.equal(run.optimizer.state[run.model[0].weight]["exp_avg"], momentum)
+    assert not any("sync.residual" in s for s in run.optimizer.state.values())
 
 
 def steps_that_a_scaler_skips_leave_no_trace() -> None:
     """Around the freeze: after it, what is handed out is a momentum, however many were skipped."""
-    for name in PARTNERS:
-        model, optimizer = _run(name)
-        reference, plain = _run(name)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
-        for step in range(11):
-            spoilt = step in (1, 3, 4, 7)
-            optimizer.zero_grad()
-            loss = loss_of(model, hvd.rank(), step)
-            if spoilt and hvd.rank() == 0:
-                loss = loss * float("inf")
-            scaler.scale(loss).backward()
+    model, optimizer = _run("OneBitAdam")
+    reference, plain = _run("OneBitAdam")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+    for step in range(11):
+        spoilt = step in (1, 3, 4, 7)
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), step)
+        if spoilt and hvd.rank() == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if not spoilt:
+            plain.compression.reducer.step = optimizer.compression.step - 1
+            train(reference, plain, [step])
+    state = optimizer.state[model[0].weight]
+    assert (state["step"], state["variance_step"]) == (7, 2)  # of the first four, two
+    assert_close(model, reference, rtol=0, atol=0)
+    assert_same_everywhere(model)
+
+
+def loss_scaling_and_rows_end_with_the_freeze_of_zero_one_adam() -> None:
+    freeze = SCHEDULE["var_freeze_step"]
+    run = train_run(run_of("0/1 Adam", setup={"kind": "words"}), range(freeze))
+    with raises(ConfigError, "sparse_as_dense"):
+        train_run(run, [freeze])
+    model, optimizer = _run("ZeroOneAdam", var_freeze_step=1)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(2):
+        scaler.scale(model(torch.ones(1, 40, device=DEVICE)).sum()).backward()
+        if step:
+            with raises(ConfigError, "loss scaling"):
+                scaler.step(optimizer)
+        else:
             scaler.step(optimizer)
             scaler.update()
-            if not spoilt:
-                plain.compression.reducer.step = optimizer.compression.step - 1
-                train(reference, plain, [step])
-        state = optimizer.state[model[0].weight]
-        assert (state["step"], state["variance_step"]) == (7, 2)  # of the first four, two
-        _assert_equal(model, reference)
-        assert_same_everywhere(model)
-
-
-def sums_are_averages_at_another_rate() -> None:
-    """Steps do not depend on the scale of the gradient."""
-    runs = [_run("OneBitAdam", op=op, eps=0.0, weight_decay=0.0) for op in (hvd.Average, hvd.Sum)]
-    for model, optimizer in runs:
-        train(model, optimizer, range(10))
-    for p, q in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
-
-
-def parameters_that_join_have_the_same_options() -> None:
-    model, optimizer = _run("OneBitAdam")
-    train(model, optimizer, range(2))
-    late = torch.nn.Parameter(torch.ones(30))
-    optimizer.add_param_group({"params": [late], "lr": 0.1})
-    for _ in range(6):
-        optimizer.zero_grad()
-        (late * (hvd.rank() + torch.arange(30.0))).sum().backward()
-        optimizer.step()
-    assert_same_everywhere([late])
-    assert (late < 1).all()
-    with raises(ConfigError, "does not fit"):
-        other = torch.nn.Parameter(torch.ones(3))
-        optimizer.add_param_group({"params": [other], "betas": (0.5, 0.9)})
+            optimizer.zero_grad()
 
 
 def groups_have_rates_of_their_own_and_one_compression() -> None:
@@ -179,8 +190,17 @@ def groups_have_rates_of_their_own_and_one_compression() -> None:
     train(model, optimizer, range(2))
     assert not torch.equal(model[0].weight, before[0].weight)
     assert torch.equal(model[2].weight, before[2].weight)
-    with raises(ConfigError, "does not fit"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "freeze_step": 1})
+    joined = torch.nn.Parameter(torch.ones(30))
+    optimizer.add_param_group({"params": [joined], "lr": 0.1})
+    for _ in range(6):
+        optimizer.zero_grad()
+        (joined * (hvd.rank() + torch.arange(30.0))).sum().backward()
+        optimizer.step()
+    assert_same_everywhere([joined])
+    assert (joined < 1).all()
+    for options in ({"freeze_step": 1}, {"betas": (0.5, 0.9)}):
+        with raises(ConfigError, "does not fit"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], **options})
     adam = hvd.OneBitAdam(
         [{"params": [model[0].weight]}, {"params": [model[0].bias], "betas": (0.5, 0.9)}]
     )
@@ -189,48 +209,47 @@ def groups_have_rates_of_their_own_and_one_compression() -> None:
     assert hvd.DistributedOptimizer(adam, compression=NoCompression()) is not None
 
 
-def a_layer_that_thaws_after_the_freeze_stays_in_place() -> None:
-    """Nothing is known of its scale."""
-    model, optimizer = _run("OneBitAdam")
-    model[0].requires_grad_(False)
-    train(model, optimizer, range(6))
-    model[0].requires_grad_(True)
-    before = model[0].weight.detach().clone()
-    train(model, optimizer, range(6, 8))
-    torch.testing.assert_close(model[0].weight, before * (1 - 0.01 * 0.01) ** 2)
+def _sam_steps(model: Any, optimizer: Any, ranks: Any, passes: int = 1, scaler: Any = None) -> None:
+    """Every rank's own climb, one after the other; of one rank, that of this process."""
+    sam = hvd.SAM(model, rho=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        for rank in ranks:
+            for number in range(step * passes, (step + 1) * passes):
+
+                def loss(rank: int = rank, number: int = number) -> torch.Tensor:
+                    found = loss_of(model, rank, number) / len(ranks)
+                    return found if scaler is None else scaler.scale(found)
+
+                sam.backward(loss)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
 
 
-def steps_of_lars_and_lamb_are_those_on_the_average() -> None:
+def sam_climbs_in_each_pass_and_under_a_loss_scale() -> None:
+    for passes, scaler in ((2, None), (1, torch.amp.GradScaler("cpu", init_scale=2.0**10))):
+        model, reference = make_model(), make_model()
+        options = {"backward_passes_per_step": passes}
+        optimizer = distribute(sgd(model), model, NoCompression(), **options)
+        _sam_steps(model, optimizer, [hvd.rank()], passes, scaler)
+        _sam_steps(reference, sgd(reference), range(hvd.size()), passes)
+        assert_close(model, reference)
+
+
+@horovod_only
+def horovods_own_optimizer_takes_them_too() -> None:
+    model, reference = make_model(), make_model()
+    optimizer = distribute(sgd(model), model, hvd.Compression.none)
+    assert not hasattr(optimizer, "compression")
+    _sam_steps(model, optimizer, [hvd.rank()])
+    _sam_steps(reference, sgd(reference), range(hvd.size()))
+    assert_close(model, reference)
     for name in ("LARS", "LAMB"):
-        models = [make_model(), make_model()]
-        local, alone = (getattr(hvd, name)(m.parameters(), **ROWS[name][0]) for m in models)
-        train(models[0], distribute(local, models[0], NoCompression()), range(6))
-        dense_reference(models[1], alone, range(6))
-        assert_close(*models)
-        assert_same_everywhere(models[0])
-
-
-def options_of_the_compression_are_checked() -> None:
-    p = [torch.nn.Parameter(torch.ones(2))]
-    with raises(ConfigError, "norm"):
-        hvd.OneBitAdam(p).compressor(norm="l3")
-    with raises(ConfigError, "min_size"):
-        hvd.OneBitAdam(p).compressor(min_size=-1)
-
-
-def checkpoints_of_another_kind_are_refused() -> None:
-    """Before anything of them is assigned."""
-    for name in ROWS:
-        model, optimizer = _run(name)
-        train(model, optimizer, range(2))
-        optimizer.consolidate_state_dict()
-        for slot in optimizer.formula.slots:
-            state = copy.deepcopy(optimizer.state_dict())
-            if slot.since is None and slot.kind == "array":
-                del state["state"][0][slot.name]
-                if name != "LARS":  # which has nothing else before its first step either
-                    with raises(ConfigError, slot.name):
-                        optimizer.load_state_dict(state)
-                state["state"][0][slot.name] = torch.ones(3)
-                with raises(ConfigError, slot.name, r"\[3\]"):
-                    optimizer.load_state_dict(state)
+        model, reference = make_model(), make_model()
+        own, other = (getattr(hvd, name)(m.parameters(), lr=0.01) for m in (model, reference))
+        train(model, distribute(own, model, hvd.Compression.none), range(6))
+        dense_reference(reference, other, range(6))
+        assert_close(model, reference)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.engines.lockstep import World
+from hvd_compress.systems import Ranks
 
 # Two layers, since graphs take long to trace, and both kernels large enough to be compressed.
 WIDTHS = (40, 64, 16)
@@ -26,7 +27,7 @@ Weights = dict[str, np.ndarray]
 @dataclasses.dataclass
 class Setup:
     """What is trained and how: the network, and the options of the inner optimizer, which is SGD
-    unless it is another class of the framework's."""
+    unless it is another class of the framework's; ``sam`` are options of SAM, if it climbs."""
 
     kind: str = "mlp"
     dtype: str = "float32"
@@ -34,6 +35,7 @@ class Setup:
     momentum: float = 0.9
     nesterov: bool = False
     optimizer: Any = None
+    sam: dict[str, Any] | None = None
 
 
 def initial_weights(kind: str, dtype: str = "float32") -> Weights:
@@ -60,8 +62,25 @@ def batch(kind: str, rank: int, step: int, dtype: str = "float32") -> tuple[np.n
     return x, (x[:, :5] + 0.5 * x[:, 5:10]).argmax(1)
 
 
-def gradients(kind: str, weights: Weights, rank: int, step: int) -> Weights:
-    """Of the mean cross-entropy of a batch."""
+def others_weights(rank: int) -> Weights:
+    """Of "mlp" in float64: others for every rank."""
+    random = np.random.default_rng(rank)
+    weights = initial_weights("mlp", "float64")
+    return {name: w + 0.25 * random.normal(size=w.shape) for name, w in weights.items()}
+
+
+def logits(weights: Weights, x: np.ndarray) -> list[np.ndarray]:
+    """Of "mlp", last, behind what enters its layers."""
+    layers = len(WIDTHS) - 1
+    inputs = [x]
+    for i in range(layers):
+        z = inputs[-1] @ weights[f"kernel{i}"] + weights[f"bias{i}"]
+        inputs.append(np.tanh(z) if i < layers - 1 else z)
+    return inputs
+
+
+def gradients(kind: str, weights: Weights, rank: int, step: int, pull: Any = None) -> Weights:
+    """Of the mean cross-entropy of a batch; with that of ``pull(logits, inputs)`` beside it."""
     dtype = next(iter(weights.values())).dtype.name
     x, labels = batch(kind, rank, step, dtype)
     if kind == "words":
@@ -70,36 +89,30 @@ def gradients(kind: str, weights: Weights, rank: int, step: int) -> Weights:
         found = {"embedding": np.zeros_like(weights["embedding"]), "kernel0": mean.T @ d}
         np.add.at(found["embedding"], x, (d @ weights["kernel0"].T / LENGTH)[:, None, :])
         return found
-    layers = len(WIDTHS) - 1
-    inputs = [x]
-    for i in range(layers):
-        z = inputs[-1] @ weights[f"kernel{i}"] + weights[f"bias{i}"]
-        inputs.append(np.tanh(z) if i < layers - 1 else z)
+    inputs = logits(weights, x)
     d = _softmax_minus_one_hot(inputs[-1], labels)
+    d = d if pull is None else d + pull(inputs[-1], x)
     found = {}
-    for i in reversed(range(layers)):
+    for i in reversed(range(len(WIDTHS) - 1)):
         found |= {f"kernel{i}": inputs[i].T @ d, f"bias{i}": d.sum(0)}
         d = (d @ weights[f"kernel{i}"].T) * (1 - inputs[i] ** 2)
     return {name: found[name] for name in weights}
 
 
-def loss(weights: Weights) -> float:
-    """Mean cross-entropy of "mlp" on batches that no rank trains on."""
-    total = 0.0
-    for step in range(50):
-        x, labels = batch("mlp", 99, step)
-        for i in range(len(WIDTHS) - 1):
-            x = x @ weights[f"kernel{i}"] + weights[f"bias{i}"]
-            x = np.tanh(x) if i < len(WIDTHS) - 2 else x
-        p = np.exp(x - x.max(1, keepdims=True))
-        p /= p.sum(1, keepdims=True)
-        total -= np.log(p[np.arange(len(labels)), labels]).mean()
-    return total / 50
+def loss(weights: Weights, rank: int, step: int) -> float:
+    """Mean cross-entropy of "mlp" on a batch."""
+    x, labels = batch("mlp", rank, step, next(iter(weights.values())).dtype.name)
+    p = softmax(logits(weights, x)[-1])
+    return -np.log(p[np.arange(len(labels)), labels]).mean()
+
+
+def softmax(z: np.ndarray) -> np.ndarray:
+    p = np.exp(z - z.max(1, keepdims=True))
+    return p / p.sum(1, keepdims=True)
 
 
 def _softmax_minus_one_hot(z: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    p = np.exp(z - z.max(1, keepdims=True))
-    p /= p.sum(1, keepdims=True)
+    p = softmax(z)
     p[np.arange(len(labels)), labels] -= 1
     return p / z.dtype.type(len(labels))
 
@@ -128,6 +141,34 @@ def compressed(
             velocity[name] = own * velocity[name] + outcomes[name].direction
             weights[name] = weights[name] - weights[name].dtype.type(lr) * velocity[name]
     return weights
+
+
+def trained(
+    method: Any, steps: int, ranks: int, names: Sequence[str], turned: Any, momentum: float
+) -> tuple[Any, list[Weights]]:
+    """All ranks in float64 after steps of a training method with momentum SGD: the world, and each
+    rank's weights by the framework's ``names``, in its layout, which is ``turned``."""
+    world = Ranks(method, ranks)
+    keys = list(initial_weights("mlp"))
+
+    def shown(weights: Weights) -> Weights:
+        return {name: turned(k, weights[k]).copy() for k, name in zip(keys, names, strict=True)}
+
+    own = [shown(initial_weights("mlp", "float64")) for _ in range(ranks)]
+    velocity = [{name: 0 * w for name, w in weights.items()} for weights in own]
+    for step in range(steps):
+        found, losses = [], []
+        for rank, weights in enumerate(own):
+            ours = {k: turned(k, weights[name]) for k, name in zip(keys, names, strict=True)}
+            found.append(shown(gradients("mlp", ours, rank, step)))
+            losses.append(loss(ours, rank, step))
+        own = world.before_step(own, losses=losses, rates=dict.fromkeys(names, LR))
+        for weights, v, g in zip(own, velocity, found, strict=True):
+            for name in names:
+                v[name] = momentum * v[name] + g[name]
+                weights[name] = weights[name] - LR * v[name]
+        own = world.after_step(own)
+    return world, own
 
 
 def dense(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import torch
 
@@ -22,7 +20,6 @@ from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, TopK
 from tests.devices import DEVICE
 from tests.scenarios import applies
 from tests.scenarios.common import (
-    LR,
     assert_same_everywhere,
     batch,
     distribute,
@@ -112,23 +109,6 @@ def a_damaged_message_ends_the_use_of_the_optimizer() -> None:
     optimizer.compression.engine.close()
 
 
-def schedulers_made_before_and_after() -> None:
-    for before in (True, False):
-        model = make_model()
-        inner = sgd(model)
-        schedulers = [torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)] if before else []
-        optimizer = distribute(inner, model, TopK(density=0.05))
-        schedulers = schedulers or [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the first scheduler watches the inner optimizer
-            for step in range(3):
-                train(model, optimizer, range(step, step + 1))
-                schedulers[0].step()
-        assert optimizer.compression.step == 3
-        assert optimizer.param_groups[0]["lr"] == LR / 8
-        assert_same_everywhere(model)
-
-
 def a_tensor_without_elements_alone_in_its_bucket() -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(n)) for n in (0, 5)])
     optimizer = distribute(sgd(model), model, NoCompression())
@@ -157,17 +137,6 @@ def options_that_differ_are_errors() -> None:
         distribute(sgd(model, momentum=0.5 if odd else 0.9), model, DGC)
     with raises(MismatchError, "allgather"):
         hvd.allgather(torch.ones(2, 3 if odd else 2))
-
-
-@applies(least=2)  # covered by the scenarios without groups
-def groups_notice_too_many_backward_passes() -> None:
-    model = make_model()
-    optimizer = distribute(sgd(model), model, TopK(density=0.05), groups=2)
-    loss_of(model, hvd.rank(), 0).backward()
-    with raises(AssertionError, "backward_passes_per_step"):
-        loss_of(model, hvd.rank(), 1).backward()
-    optimizer.compression.abandon()
-    optimizer.compression.engine.close()
 
 
 def handles_may_be_finished_in_any_order_or_dropped() -> None:

@@ -1,0 +1,128 @@
+"""Training methods in Keras 3: under ``fit``, eagerly, from a state, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.systems import rounds
+from tests.scenarios import oracle
+from tests.scenarios.driver import assert_close, make, raises, train
+from tests.scenarios.driver_tensorflow import hvd_keras as hvd
+from tests.scenarios.driver_tensorflow import model_of
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+STREAMING = rounds.DiLoCo(sync_every=4, fragments=2, delay=1, mix=0.5)
+
+
+def _sgd(**options: Any) -> Any:
+    return keras.optimizers.SGD(oracle.LR, **options)
+
+
+def _fit(model: Any, optimizer: Any, steps: Any) -> None:
+    batches = [oracle.batch("mlp", hvd.rank(), step) for step in steps]
+    x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    model.compile(optimizer, LOSS, jit_compile=False)
+    model.optimizer.build(model.trainable_variables)  # so that the graph is traced once
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+
+
+def _weights(model: Any) -> dict[str, np.ndarray]:
+    return dict(zip(oracle.initial_weights("mlp"), model.get_weights(), strict=True))
+
+
+def fit_and_eager_loops_are_steps_of_graphs() -> None:
+    """Those of graphs follow the lockstep world."""
+    for method in (STREAMING, rounds.LeaderSGD(local_every=2, global_every=4)):
+        runs = [make(None, method=method, momentum=0.0) for _ in range(2)]
+        runs[1].graph = runs[1]._step
+        model, expected = model_of("mlp"), train(runs[0], range(9)).weights()
+        _fit(model, hvd.DistributedOptimizer(_sgd(), method=method), range(9))
+        for found in (_weights(model), train(runs[1], range(9)).weights()):
+            assert_close(found, expected, 1e-5, 1e-6)
+
+
+def a_run_goes_on_from_its_state() -> None:
+    for method in (rounds.DiLoCo(sync_every=4), rounds.EASGD(sync_every=2)):
+        run, other = (make(None, method=method, momentum=0.0) for _ in range(2))
+        train(run, range(5)).optimizer.training.consolidate()
+        other.optimizer.training.load_state_dict(run.optimizer.training.state_dict())
+        other.set_weights(run.weights())
+        for each in (run, other):
+            train(each, range(5, 9))
+        assert_close(other.weights(), run.weights(), 0, 0)
+
+
+def optimizers_and_options_that_do_not_fit() -> None:
+    wrapped = hvd.local_steps(_sgd(momentum=0.9), hvd.LocalSGD(sync_every=2))
+    assert wrapped.training.method == rounds.LocalSGD(sync_every=2)
+    assert isinstance(wrapped, keras.optimizers.SGD)
+    assert wrapped.momentum == 0.9
+    used, model, leader = _sgd(), model_of("mlp"), hvd.LeaderSGD(_sgd())
+    used.build(model.trainable_variables)
+    zeros = [tf.zeros(v.shape) for v in model.trainable_variables]
+    scaled = keras.optimizers.LossScaleOptimizer(_sgd())
+    for error, call, *words in (
+        (ConfigError, lambda: hvd.DiLoCo(wrapped), "distributed already"),
+        (ConfigError, lambda: hvd.LocalSGD("sgd"), "Keras 3"),
+        (ConfigError, lambda: hvd.LocalSGD(used), "used already"),
+        (ConfigError, lambda: hvd.LocalSGD(_sgd(), sync_every=0), "sync_every must be a whole"),
+        (UnsupportedError, lambda: hvd.LocalSGD(_sgd(), buffers="average"), "buffers='average'"),
+        (UnsupportedError, lambda: hvd.LocalSGD(scaled), "loss scaling"),
+        (
+            ConfigError,
+            lambda: leader.apply(zeros, model.trainable_variables),
+            r"optimizer.report\(loss\)",
+        ),
+        (
+            ConfigError,
+            lambda: hvd.DistributedOptimizer(_sgd(), compression="topk", method=hvd.LocalSGD()),
+            *("compression='topk' and method=", "leave compression out"),
+        ),
+    ):
+        with raises(error, *words):
+            call()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        half = model_of("mlp", "mixed_float16")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    with raises(UnsupportedError, "mixed_bfloat16"):
+        _fit(half, hvd.LocalSGD(_sgd()), range(1))
+
+    @tf.function
+    def step() -> None:
+        leader.apply(zeros, model.trainable_variables)
+
+    leader.report(tf.constant(1.0))
+    with raises(ConfigError, r"inside of the tf\.function"):
+        step()
+
+
+def what_does_not_decay_alone_does_not_decay_here() -> None:
+    kernel, bias = (keras.Variable(np.ones(3, "float32"), name=name) for name in ("kernel", "bias"))
+    adam = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+    adam.exclude_from_weight_decay(var_names=["kernel"])
+    hvd.LocalSGD(adam).apply([tf.zeros(3), tf.zeros(3)], [kernel, bias])
+    np.testing.assert_array_equal(kernel.numpy(), np.ones(3))
+    np.testing.assert_allclose(bias.numpy(), np.full(3, 1 - 0.1 * 0.5), rtol=1e-6)
+
+
+def all_steps_are_on_the_same_variables() -> None:
+    """Or the first layer's anchor would be taken for that of the second."""
+    variables = [keras.Variable(np.full(4, float(n), "float32")) for n in range(4)]
+    optimizer = hvd.DiLoCo(_sgd(), sync_every=1)
+    gradients = [tf.zeros(4)] * 4
+    with raises(ValueError, "must already be built"):
+        optimizer.apply(gradients)
+    optimizer.apply(gradients, variables)
+    for chosen in (slice(2, 4), slice(None, None, -1)):
+        with raises(ConfigError, "make a new optimizer"):
+            optimizer.apply(gradients[chosen], variables[chosen])
+    optimizer.apply(gradients)
+    for n, variable in enumerate(variables):
+        np.testing.assert_array_equal(variable.numpy(), np.full(4, n))

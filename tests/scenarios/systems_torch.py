@@ -1,0 +1,451 @@
+"""Training methods in PyTorch: what is saved, frozen, scaled, averaged, and refused."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
+from hvd_compress.systems import graphs, rounds
+from hvd_compress.systems.graphs import LEAD, l1, simulate
+from tests.scenarios import applies
+from tests.scenarios.common import assert_close, assert_same_everywhere, loss_of, make_model, sgd
+from tests.scenarios.driver import barrier, hvd, raises
+
+GRAPHS = (
+    *(hvd.Diffusion("line"), hvd.DGD("star"), hvd.EXTRA("cycle")),
+    *(hvd.ExactDiffusion("line"), hvd.GradientTracking("exponential")),
+    *(hvd.GradientTracking("one_peer"), hvd.GradientTracking("line")),
+    *(hvd.ChocoSGD("line"), hvd.LEAD("cycle"), hvd.LEAD("line", codec=None, prox=l1(0.01))),
+    *(hvd.ExactDiffusion("line", prox=l1(0.01)), hvd.EXTRA("cycle", prox=l1(0.01))),
+)
+D, RATE = 7, 0.125  # a product with a power of two has no rounding
+TOP_K = "topk:density=0.2"
+
+
+def _distributed(method: Any, model: Any, inner: Any = None, **options: Any) -> Any:
+    inner = sgd(model, nesterov=True) if inner is None else inner
+    names = model.named_parameters()
+    return hvd.DistributedOptimizer(inner, named_parameters=names, method=method, **options)
+
+
+def _train(model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), step)
+        loss.backward()
+        optimizer.report(loss)
+        optimizer.step()
+
+
+def _points(seed: int) -> np.ndarray:
+    """One for each rank: with seed 0 the minima of their functions, with 1 where they begin."""
+    return np.random.default_rng(seed).standard_normal((hvd.size(), D)).astype(np.float32)
+
+
+def _quadratic(method: Any) -> tuple[torch.nn.Parameter, Any, Any]:
+    """x, its optimizer, and a step along the gradient of |x - b_k|^2 / 2 on rank k."""
+    x = torch.nn.Parameter(torch.tensor(_points(1)[hvd.rank()]))
+    target = torch.tensor(_points(0)[hvd.rank()])
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([x], lr=RATE), method=method)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ((x - target) ** 2).sum().div(2).backward()
+        optimizer.step()
+
+    return x, optimizer, step
+
+
+def every_graph_gives_the_bits_of_the_simulation() -> None:
+    """Of the functions for NumPy, whatever carries the messages."""
+    targets, size = _points(0), hvd.size()
+    w = torch.eye(size, dtype=torch.float64) / 2 + 1 / (2 * size)  # a matrix of one's own
+    for method in (*GRAPHS, hvd.ExactDiffusion(w)):
+        x, _, step = _quadratic(method)
+        for _ in range(6):
+            step()
+        expected = simulate(method, lambda rank, x, _: x - targets[rank], _points(1), 6, RATE)
+        np.testing.assert_array_equal(x.detach().numpy(), expected[hvd.rank()])
+
+
+def a_broadcast_lets_all_ranks_begin_anew() -> None:
+    """And then an exact method is still exact."""
+    best = _points(0).mean(axis=0)
+    for method in (hvd.ExactDiffusion, hvd.GradientTracking):
+        x, optimizer, step = _quadratic(method)
+        for number in range(105):
+            if number == 5:
+                hvd.broadcast_parameters([("x", x)], 0)
+                hvd.broadcast_optimizer_state(optimizer, 0)
+                assert (optimizer.training.step, optimizer.training.state) == (5, {})
+                assert_same_everywhere([x])
+            step()
+        np.testing.assert_allclose(x.detach().numpy(), best, atol=2e-4)
+
+
+def all_doors_are_the_same() -> None:
+    found = []
+    for make in (
+        lambda m: hvd.LocalSGD(sgd(m, nesterov=True), sync_every=2),
+        lambda m: _distributed(hvd.LocalSGD(sync_every=2), m),
+        lambda m: _distributed(hvd.DiLoCo, m),
+        lambda m: hvd.local_steps(sgd(m, nesterov=True), hvd.DiLoCo),
+    ):
+        model = make_model()
+        optimizer = make(model)
+        assert isinstance(optimizer, torch.optim.SGD)
+        _train(model, optimizer, range(3))
+        found.append((optimizer.training.method, model))
+    assert found[1][0] == rounds.LocalSGD(sync_every=2)
+    assert found[3][0] == rounds.DiLoCo()
+    for one, other in (found[:2], found[2:]):
+        assert one[0] == other[0]
+        assert_close(one[1], other[1], rtol=0, atol=0)
+    for name in ("Diffusion", "ExactDiffusion", "EXTRA", "ChocoSGD", "GradientTracking"):
+        assert getattr(hvd, name) is getattr(graphs, name)
+    assert hvd.LEAD is LEAD
+
+
+def what_cannot_work_is_refused() -> None:
+    model = make_model()
+    for options, words in (
+        ({"compression": "topk"}, ("compression", "method", "codec")),
+        ({"compression": hvd.NoCompression}, ("compression", "method")),
+        ({"backward_passes_per_step": 2}, ("backward_passes_per_step", "add up")),
+        ({"op": hvd.Sum}, ("op=", "leave op out")),
+        ({"groups": 2}, ("groups", "leave groups out")),
+    ):
+        with raises(ConfigError, *words):
+            _distributed(hvd.Diffusion, model, **options)
+    with raises(ConfigError, "no training method", "ExactDiffusion"):
+        _distributed("exact_diffusion", model)
+    with raises(ConfigError, "no training method"):
+        _distributed(hvd.LARS, model)  # a class of another kind
+    with raises(UnsupportedError, "LBFGS"):
+        _distributed(hvd.Diffusion, model, torch.optim.LBFGS(model.parameters()))
+    with raises(ConfigError, "rows=7"):
+        _distributed(hvd.Diffusion("grid:rows=7"), model)
+    with raises(ConfigError, "seed= needs an optimizer", r"method=hvd.SlowMo\(...\)"):
+        hvd.SlowMo(seed=3)
+    with raises(ConfigError, "not int"):
+        hvd.LocalSGD(8)
+    if hvd.size() > 2:
+        with raises(ConfigError, "undirected"):
+            _distributed(hvd.LEAD("one_peer"), model)
+    # Nothing was left behind: the same model can still be trained.
+    optimizer = hvd.LocalSGD(sgd(model))
+    for again in (
+        lambda: hvd.DistributedOptimizer(optimizer, compression=hvd.TopK),
+        lambda: hvd.DiLoCo(optimizer),
+    ):
+        with raises(ConfigError, "distributed already"):
+            again()
+    _train(model, optimizer, range(1))
+
+
+def a_variable_that_names_a_compression_is_for_gradients() -> None:
+    model, before = make_model(), os.environ.get("HVD_COMPRESSION")
+    os.environ["HVD_COMPRESSION"] = "topk"
+    try:
+        _train(model, _distributed(hvd.Diffusion, model), range(1))
+    finally:
+        del os.environ["HVD_COMPRESSION"]
+        if before is not None:
+            os.environ["HVD_COMPRESSION"] = before
+
+
+def a_leader_is_chosen_by_loss() -> None:
+    model = make_model()
+    optimizer = hvd.LeaderSGD(sgd(model), local_every=2, global_every=4)
+    loss_of(model, hvd.rank(), 0).backward()
+    with raises(ConfigError, "report"):
+        optimizer.step()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), 0)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+
+
+def momentum_may_be_averaged_or_reset() -> None:
+    for buffers in ("average", "reset", "keep"):
+        model = make_model()
+        optimizer = hvd.LocalSGD(sgd(model), sync_every=2, buffers=buffers)
+        _train(model, optimizer, range(4))
+        found = [optimizer.state.get(p, {}).get("momentum_buffer") for p in model.parameters()]
+        assert_same_everywhere(model)
+        if buffers == "reset":
+            assert found == [None] * len(found)
+        elif buffers == "average":
+            assert_same_everywhere(found)
+        elif hvd.size() > 1:
+            with raises(AssertionError, "diverged"):
+                assert_same_everywhere(found)
+
+
+@applies(least=2)  # one rank has nobody who lacks anything
+def averaged_buffers_are_there_on_all_ranks() -> None:
+    """Where a parameter has had a gradient on some ranks alone, the error says what is missing."""
+    model = make_model()
+    optimizer = _distributed(rounds.LocalSGD(sync_every=2, buffers="average"), model)
+    with raises(MismatchError, "got no gradient there"):
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            if hvd.rank() == 1:
+                next(model.parameters()).grad = None
+            optimizer.step()
+
+
+def a_frozen_parameter_is_the_same_everywhere_and_begins_anew() -> None:
+    """Frozen in the middle of a round, and of an exchange, and trained again later."""
+    for method in (
+        rounds.DiLoCo(sync_every=4, delay=2),
+        rounds.DiLoCo(sync_every=4, compression=TOP_K),
+        rounds.EASGD(sync_every=4),
+        hvd.LEAD("line"),
+    ):
+        model = make_model()
+        optimizer = _distributed(method, model)
+        _train(model, optimizer, range(5))
+        name, frozen = next(iter(model.named_parameters()))
+        mean = hvd.allreduce(frozen.detach(), name="mean")
+        state = optimizer.training.state
+        expected = state["centre"][name].clone() if "centre" in state else mean
+        frozen.requires_grad_(False)
+        frozen.grad = None
+        _train(model, optimizer, range(5, 9))
+        torch.testing.assert_close(frozen.detach(), expected)
+        assert_same_everywhere([frozen])
+        assert all(name not in arrays for arrays in optimizer.training.state.values())
+        with torch.no_grad():
+            frozen.fill_(0.25)  # an old anchor would pull it back
+        frozen.requires_grad_(True)
+        optimizer.training.before_step({n: p.detach() for n, p in model.named_parameters()})
+        for key in {"anchor", "centre"} & optimizer.training.state.keys():
+            assert (optimizer.training.state[key][name] == 0.25).all(), "from where it is"
+        _train(model, optimizer, range(9, 12))
+        own = frozen.detach().clone()
+        with optimizer.synchronized_parameters():
+            assert_same_everywhere(model)
+        assert torch.equal(frozen, own)
+        assert not (own == 0.25).all(), "it is trained"
+
+
+def without_trained_parameters_nothing_happens() -> None:
+    """From the beginning; if only one rank has none, all say so."""
+    for method in (rounds.DiLoCo(sync_every=4, fragments=2, delay=1), hvd.ExactDiffusion("cycle")):
+        model = make_model().requires_grad_(False)
+        before = [p.clone() for p in model.parameters()]
+        optimizer = _distributed(method, model)
+        for _ in range(5):
+            optimizer.step()
+        assert optimizer.training.step == 5
+        assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
+        if hvd.size() > 1:
+            model = make_model()
+            if hvd.rank() == 1:
+                model.requires_grad_(False)
+            optimizer = _distributed(method, model)
+            with raises(MismatchError, "parameters"):
+                for _ in range(5):
+                    optimizer.step()
+
+
+def a_rank_without_gradients_meets_the_others() -> None:
+    for method in (rounds.DiLoCo(sync_every=2), hvd.ExactDiffusion("complete")):
+        model, fresh = make_model(), make_model()
+        optimizer = _distributed(method, model)
+        for step in range(4):
+            optimizer.zero_grad()
+            if hvd.rank() == 0:
+                loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+        pairs = zip(model.parameters(), fresh.parameters(), strict=True)
+        assert not any(torch.equal(p, q) for p, q in pairs)
+
+
+def a_step_that_loss_scaling_skips_is_a_step() -> None:
+    for method, exchanges in ((rounds.LocalSGD(sync_every=2), 2), (hvd.ExactDiffusion, 4)):
+        model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=2.0**4)
+        optimizer = _distributed(method, model)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(model, hvd.rank(), step)
+            if step == 1 and hvd.rank() == 0:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert optimizer.training.step == step + 1
+        assert scaler.get_scale() == (2.0**3 if hvd.rank() == 0 else 2.0**4)
+        assert optimizer.training.exchanges == exchanges
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def checkpoints_of_each_rank_go_on_as_if_nothing_had_happened() -> None:
+    streaming = rounds.DiLoCo(sync_every=6, fragments=2, delay=1, mix=0.5, compression=TOP_K)
+    for method in (streaming, hvd.LEAD("cycle"), hvd.GradientTracking("one_peer")):
+        model, other = make_model(), make_model(seed=1)
+        optimizer = _distributed(method, model)
+        _train(model, optimizer, range(8))
+        saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        _train(model, optimizer, range(8, 15))
+        other.load_state_dict(weights)
+        again = _distributed(method, other)
+        again.load_state_dict(saved)
+        _train(other, again, range(8, 15))
+        assert_close(other, model, rtol=0, atol=0)
+
+
+def a_checkpoint_of_one_rank_serves_all() -> None:
+    """Saved in the middle of an exchange, on rank 0, and loaded by all."""
+    method = rounds.DiLoCo(sync_every=4, delay=2, compression=TOP_K)
+    model, other = make_model(), make_model(seed=1)
+    optimizer = _distributed(method, model)
+    _train(model, optimizer, range(8))
+    with raises(ConfigError, "consolidate_state_dict"):
+        optimizer.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.consolidate_state_dict()
+        assert optimizer.state_dict()["training"]["arrived"]
+        again = _distributed(method, other)
+        own = optimizer.state_dict() if hvd.rank() == 0 else None
+        again.load_state_dict(hvd.broadcast_object(own, 0, name="checkpoint"))
+    hvd.broadcast_optimizer_state(again, 0)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    other.load_state_dict(model.state_dict())
+    assert again.training.step == 8
+    _train(other, again, range(8, 14))
+    assert_same_everywhere([other, *again.training.state["anchor"].values()][1:])
+
+
+def a_checkpoint_of_another_rank_is_refused_if_it_has_a_state() -> None:
+    model = make_model()
+    optimizer = _distributed(hvd.Diffusion, model)
+    _train(model, optimizer, range(2))
+    saved = optimizer.state_dict() if hvd.rank() == 0 else None
+    optimizer.load_state_dict(hvd.broadcast_object(saved, 0, name="checkpoint"))
+    optimizer = _distributed(hvd.ExactDiffusion, model)
+    _train(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    entry, rank, size = saved["training"], hvd.rank(), hvd.size()
+    for change in ({"size": size + 1}, {"rank": (rank + 1) % (size + 1), "size": size + 1}):
+        saved["training"] = {**entry, **change}
+        before = copy.deepcopy(optimizer.state_dict())["training"]
+        with raises(ConfigError, "average_parameters"):
+            optimizer.load_state_dict(saved)
+        now = optimizer.state_dict()["training"]
+        assert now["step"] == before["step"]
+        for name, x in before["state"]["correction"].items():
+            assert torch.equal(x, now["state"]["correction"][name])
+    # What the message says helps.
+    del saved["training"]
+    hvd.average_parameters(model.parameters())
+    optimizer.load_state_dict(saved)
+    assert optimizer.training.state == {}
+    _train(model, optimizer, range(2, 4))
+
+
+@applies(least=2)  # one rank agrees with itself
+def ranks_that_begin_apart_can_still_be_made_equal() -> None:
+    """Before the first exchange."""
+    model = make_model(seed=hvd.rank())
+    optimizer = hvd.DiLoCo(sgd(model, nesterov=True), sync_every=2)
+    _train(model, optimizer, range(1))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    # The first round begins at the parameters of then.
+    optimizer.load_state_dict(sgd(model, nesterov=True).state_dict())
+    _train(model, optimizer, range(1, 6))
+    assert_same_everywhere(model)
+
+
+def statistics_of_batch_norm_are_those_of_all_data() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    optimizer = hvd.LocalSGD(torch.optim.SGD(model.parameters(), 0.1))
+    everything = [
+        torch.randn(4, 3, generator=torch.Generator().manual_seed(r)) + r for r in range(9)
+    ]
+    optimizer.update_batch_norm(model, [everything[hvd.rank()]])
+    used = torch.stack(everything[: hvd.size()])
+    torch.testing.assert_close(model[0].running_mean, used.flatten(0, 1).mean(0))
+    spread = used.mean(1).var(0, unbiased=False)
+    torch.testing.assert_close(model[0].running_var, used.var(1).mean(0) + spread)
+    assert_same_everywhere([model[0].running_mean, model[0].running_var])
+
+
+def the_average_of_parameters() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).double()
+    with torch.no_grad():
+        for x in model.state_dict().values():
+            x.fill_(hvd.rank())
+    hvd.average_parameters(model.state_dict())
+    mean = (hvd.size() - 1) / 2
+    for name, x in model.state_dict().items():
+        expected = hvd.size() - 1 if name.endswith("tracked") else mean
+        assert (x == expected).all(), name
+    z = torch.full((2,), complex(1.5, hvd.rank()))
+    hvd.average_parameters([z])
+    assert z.tolist() == [complex(1.5, mean)] * 2
+    x = torch.full((3,), 1.0 + hvd.rank(), dtype=torch.bfloat16)
+    hvd.average_parameters([x, torch.empty(0)])
+    assert (x == torch.tensor(1 + mean, dtype=torch.bfloat16)).all()
+    half = torch.nn.Linear(2, 2)
+    hvd.average_parameters(half.named_parameters())
+    assert_same_everywhere(half)
+    for wrong in (x, 3, ["x"]):
+        with raises(ConfigError, "model.state_dict"):
+            hvd.average_parameters(wrong)
+
+
+def types_of_parameters_may_be_mixed() -> None:
+    rank, mean = float(hvd.rank()), (hvd.size() - 1) / 2
+    model = torch.nn.ParameterDict(
+        {
+            "wide": torch.nn.Parameter(torch.ones(3, dtype=torch.float64) * rank),
+            "narrow": torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16) * rank),
+            "empty": torch.nn.Parameter(torch.ones(0, 4)),
+            "scalar": torch.nn.Parameter(torch.tensor(rank)),
+        }
+    )
+    before = {name: (p.dtype, p.shape) for name, p in model.items()}
+    inner = torch.optim.SGD(model.values(), 0.5)
+    optimizer = _distributed(hvd.ExactDiffusion("complete"), model, inner)
+    for _ in range(40):
+        optimizer.zero_grad()
+        sum(((p.float() - rank) ** 2).sum() / 2 for p in model.values()).backward()
+        optimizer.step()
+    assert {name: (p.dtype, p.shape) for name, p in model.items()} == before
+    torch.testing.assert_close(model["wide"].detach(), torch.full((3,), mean).double())
+    torch.testing.assert_close(model["scalar"].item(), mean)
+
+
+@applies(least=3)
+def ranks_of_a_set_have_a_graph_of_their_own() -> None:
+    some = hvd.add_process_set([0, hvd.size() - 1])
+    model = make_model()
+    optimizer = _distributed(hvd.Diffusion("complete"), model, process_set=some)
+    _train(model, optimizer, range(2))
+    if some.included():
+        assert_same_everywhere(model, some)
+    else:
+        alone = make_model()
+        inner = sgd(alone, nesterov=True)
+        for step in range(2):
+            inner.zero_grad()
+            loss_of(alone, hvd.rank(), step).backward()
+            inner.step()
+        assert_close(model, alone, rtol=0, atol=0)
+    hvd.average_parameters(model.parameters(), process_set=some)
+    barrier()
+    hvd.remove_process_set(some)
