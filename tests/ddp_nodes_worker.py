@@ -20,15 +20,15 @@ from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.methods import as_compressor
 from hvd_compress.torch import DGC, DDPState, ddp_hook
+from tests import ddp_worker
 from tests.ddp_worker import (
     _assert_close,
     _assert_equal,
     _heads,
-    _layouts,
     _loss,
     _same_everywhere,
+    _states,
     _step_of,
-    _steps,
     _train,
 )
 from tests.devices import DEVICE, start_process_group
@@ -67,11 +67,6 @@ def _compressed(method, model=None, nodes=NODES, is_early=False, **options):
 
 def _place():
     return dist.get_rank() % OF_A_NODE
-
-
-def _states(state):
-    states = state.reducer.store.states
-    return {name: {key: x.clone() for key, x in own.items()} for name, own in states.items()}
 
 
 def _cut(x):
@@ -228,16 +223,6 @@ def wrong_nodes_are_errors_on_every_rank() -> None:
         _compressed(method)
 
 
-def buckets_hold_parameters_of_every_kind() -> None:
-    for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
-        steps, kinds = range(1, 4), {**_layouts(), "nothing": torch.zeros(0, 3)}
-        model, _, found = _steps(kinds, "none", steps, nodes=NODES, **options)
-        for name, averages in found.items():
-            for step, average in zip(steps, averages, strict=True):
-                loose = {"rtol": 0.03, "atol": 0.03} if name == "short" else {}
-                torch.testing.assert_close(average, model.module.mean(name, step), **loose)
-
-
 def sums_of_16_bits_do_not_overflow() -> None:
     large = torch.full((8,), 60000.0, dtype=torch.float16)
     for method in ("none", "fp16"):
@@ -248,31 +233,22 @@ def sums_of_16_bits_do_not_overflow() -> None:
         assert model.module.weight.grad.tolist() == [[60000.0] * 8]
 
 
-def an_untrained_head_keeps_its_state() -> None:
-    for options in ({}, {"gradient_as_bucket_view": True}):
-        model, state = _heads("topk:density=0.1", nodes=NODES, **options)
-        _step_of(model, "b", dist.get_rank(), 0)
-        _step_of(model, "a", dist.get_rank(), 1)
-        before = _states(state)
-        _step_of(model, "a", dist.get_rank(), 2)
-        after = _states(state)
-        assert model.module.b.weight.grad is None
-        for name in ("b.weight", "b.bias"):
-            torch.testing.assert_close(after[name], before[name], rtol=0, atol=0)
-        assert (after["a.weight"]["residual"] != before["a.weight"]["residual"]).any()
-        # One rank of a node counts for all of it.
-        _step_of(model, "b" if dist.get_rank() == 1 else "a", dist.get_rank(), 3)
-        assert model.module.b.weight.grad.any()
-        after, before = _states(state), after
-        assert (after["b.weight"]["residual"] != before["b.weight"]["residual"]).any()
-        # So it is if its gradient is zero in the other rank's part.
-        b = model.module.b.weight
-        mask = torch.zeros_like(b)
-        mask[: -(-len(b) // OF_A_NODE)] = 1
-        masked = b.register_hook(lambda gradient, mask=mask: gradient * mask)
-        _step_of(model, "a" if _place() else "b", dist.get_rank(), 4)
-        masked.remove()
-        assert (_states(state)["b.weight"]["residual"] != after["b.weight"]["residual"]).any()
+def one_rank_of_a_node_counts_for_all_of_it() -> None:
+    """Of a head that the others do not use, or whose gradient is zero in its own part."""
+    model, state = _heads("topk:density=0.1")
+    _step_of(model, "b", dist.get_rank(), 0)
+    before = _states(state)
+    _step_of(model, "b" if dist.get_rank() == 1 else "a", dist.get_rank(), 1)
+    assert model.module.b.weight.grad.any()
+    after = _states(state)
+    assert (after["b.weight"]["residual"] != before["b.weight"]["residual"]).any()
+    b = model.module.b.weight
+    mask = torch.zeros_like(b)
+    mask[: -(-len(b) // OF_A_NODE)] = 1
+    masked = b.register_hook(lambda gradient: gradient * mask)
+    _step_of(model, "a" if _place() else "b", dist.get_rank(), 2)
+    masked.remove()
+    assert (_states(state)["b.weight"]["residual"] != after["b.weight"]["residual"]).any()
 
 
 def passes_that_do_not_meet_are_added() -> None:
@@ -287,34 +263,6 @@ def passes_that_do_not_meet_are_added() -> None:
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
     assert state.reducer.step == 2
-
-
-def nan_reaches_every_rank_and_no_state() -> None:
-    for method in ("topk:density=0.05", DGC_TEXT, "powersgd"):
-        model, state = _compressed(method)
-        _train(model, range(2))
-        before = _states(state)
-        model.zero_grad()
-        loss = _loss(model, dist.get_rank(), 2)
-        (loss * float("nan") if dist.get_rank() == 0 else loss).backward()
-        for p in model.parameters():
-            for part in _cut(p.grad.cpu().numpy()):  # each is a tensor of its own
-                assert not part.size or not np.isfinite(part).all()
-        torch.testing.assert_close(_states(state), before, rtol=0, atol=0)
-
-
-def a_discarded_pass_leaves_no_trace() -> None:
-    (model, state), (twin, its_state) = _compressed(DGC_TEXT), _compressed(DGC_TEXT)
-    state.keep_undo()
-    for each in (model, twin):
-        _train(each, range(2))
-    model.zero_grad()
-    (100 * _loss(model, dist.get_rank(), 50)).backward()
-    state.discard()
-    for each in (model, twin):
-        _train(each, range(2, 4))
-    _assert_equal(model, twin)
-    torch.testing.assert_close(_states(state), _states(its_state), rtol=0, atol=0)
 
 
 def _from_rank_0(saved):
@@ -398,11 +346,17 @@ def main() -> None:
     for shape in ((2, 2), (4, 1)):
         mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=names)
         MESHES["x".join(map(str, shape))] = mesh
+    ddp_worker.OPTIONS["nodes"] = NODES
     run_all(sys.argv[1], dist.get_rank(), SCENARIOS, dist.barrier)
     dist.destroy_process_group()
 
 
-SCENARIOS = of_program(globals())
+#: those of the hook that say something of nodes, too
+SHARED = (
+    *("nan_reaches_every_rank_and_no_state", "a_discarded_pass_leaves_no_trace"),
+    *("buckets_hold_parameters_of_every_kind", "a_head_that_no_rank_used_keeps_its_state"),
+)
+SCENARIOS = of_program(globals()) | {name: ddp_worker.SCENARIOS[name] for name in SHARED}
 
 if __name__ == "__main__":
     main()

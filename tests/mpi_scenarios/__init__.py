@@ -11,6 +11,5 @@ WITHOUT_TORCH = (
     "training",
     "hierarchical",
     "states",
-    "decentralized",
 )
 MODULES = (*WITHOUT_TORCH, "tensors")

@@ -346,18 +346,6 @@ def differing_calls_are_errors_everywhere() -> None:
     comm.free()
 
 
-@applies(least=2)
-def vectors_of_other_lengths_are_noticed_without_comparing_calls() -> None:
-    """After the calls that ranks compare, or without any, frames tell."""
-    n = 100 + (RANK == P - 1)
-    # Before any rank is late, since some notice sooner than others.
-    comms = [mpi.Communicator(world, timeout=2, checks=0) for _ in ALGORITHMS]
-    for algorithm, comm in zip(ALGORITHMS, comms, strict=True):
-        with raises((PayloadError, CollectiveTimeout)):
-            mpi.sparse_allreduce(vector(RANK, n, 10), n, algorithm=algorithm, comm=comm)
-        comm.free()
-
-
 def damage_is_noticed_by_all_who_read_it() -> None:
     comm = mpi.Communicator(world, timeout=20)
 

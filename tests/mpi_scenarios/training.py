@@ -10,10 +10,7 @@ import numpy as np
 
 from hvd_compress import (
     DGC,
-    NoCompression,
     OneBit,
-    SignSGD,
-    Signum,
     mpi,
     warmup_to,
 )
@@ -24,8 +21,6 @@ from hvd_compress.engines.joining import Member, joined
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.requests import Gather, Max, Sum
 from hvd_compress.stats import Record
-from hvd_compress.systems import Coordinator
-from hvd_compress.systems.rounds import DiLoCo
 from tests.method_table import ROWS
 from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
 from tests.scenarios import applies
@@ -136,63 +131,6 @@ def _comm() -> mpi.Communicator:
     return mpi.Communicator(world, checks=0)  # hundreds of reducers; checks have their own test
 
 
-def sums_of_averages_and_votes() -> None:
-    mine = _gradients(world.rank, 0)
-    for method, factor in ((NoCompression(), world.size), (SignSGD(), 1), (Signum(0.9), 1)):
-        mean, total = (mpi.Reducer(method, sums=sums, comm=_comm()) for sums in (False, True))
-        averages = mean.reduce(mine)
-        for name, direction in total.reduce(mine).items():
-            np.testing.assert_array_equal(direction, factor * averages[name])
-
-
-def statistics_are_counted_from_the_messages() -> None:
-    reducer = mpi.Reducer("topk:density=0.02,indices=int32")
-    for step in range(3):
-        reducer.reduce(_gradients(world.rank, step))
-    record = reducer.stats().layers["w1"]
-    k = 24
-    assert record.steps == 3
-    assert record.elements == 3 * 1200
-    assert record.dense_bytes == 3 * 4800
-    assert record.elements_sent == 3 * k
-    assert 8 * k <= record.bytes_sent / 3 <= 8 * k + 16  # and a share of the bucket's header
-    assert record.residual_norm > 0
-    layers = reducer.stats().layers.values()
-    sparse = [layer for layer in layers if 0 < layer.elements_sent < layer.elements]
-    sent = sum(layer.bytes_sent for layer in sparse)
-    assert sent == 3 * 16 + 8 * sum(layer.elements_sent for layer in sparse)
-    assert sum(layer.bytes_received for layer in sparse) == sent * (world.size - 1)
-    assert reducer.method.stats().total.steps == 3
-
-
-def checkpoints_keep_the_total() -> None:
-    method = "dgc:density=0.05"
-    reducer = mpi.Reducer(method, momentum=0.9)
-    for step in range(5):
-        reducer.reduce(_gradients(world.rank, step))
-    own = reducer.state_dict(consolidate=False)
-    saved = reducer.state_dict()
-    for name, state in saved["states"].items():
-        for key, mean in state.items():
-            total = world.allreduce(own["states"][name][key].astype("f8"))
-            np.testing.assert_allclose(mean * world.size, total, rtol=1e-4, atol=1e-4)
-    # Consolidating does not touch what goes on here, and own states go on exactly.
-    later = mpi.Reducer(method, momentum=0.9)
-    later.load_state_dict(own)
-    for step in range(5, 8):
-        gradients = _gradients(world.rank, step)
-        here, there = reducer.reduce(gradients), later.reduce(gradients)
-        for name in here:
-            assert here[name].tobytes() == there[name].tobytes()
-    spread = mpi.Reducer(method, momentum=0.9)
-    spread.load_state_dict(world.bcast(saved))
-    assert_same_everywhere(spread.store.states["w1"]["residual"])
-    assert spread.step == 5
-    assert_same_everywhere(spread.reduce(_gradients(world.rank, 5))["w1"])
-    with raises(ConfigError, "topk", "dgc"):
-        spread.load_state_dict(mpi.Reducer("topk").state_dict())
-
-
 @applies(least=2)
 def a_state_that_one_rank_alone_has_loaded_is_noticed() -> None:
     """Ranks at different steps would draw different elements, and drift apart."""
@@ -253,45 +191,3 @@ def refusals_name_the_way_out() -> None:
         mpi.Reducer("topk", bucket_bytes=0)
     with raises(ConfigError, "set_epoch"):
         mpi.Reducer(DGC(density=warmup_to(0.001, epochs=2))).reduce({"w": np.ones((9, 9))})
-
-
-def _local_steps(coordinator: Coordinator, x: dict[str, np.ndarray], steps: int) -> dict:
-    for _ in range(steps):
-        x = coordinator.before_step(x)
-        change = np.float32(0.1 * (world.rank + 1))
-        x = coordinator.after_step({name: own - change for name, own in x.items()})
-    return x
-
-
-@applies(least=2)  # one rank agrees with itself
-def ranks_of_local_steps_that_begin_apart_are_told() -> None:
-    """Also in what they have loaded; not if they go on from a state that is the same."""
-    method, shape = DiLoCo(sync_every=2, fragments=2), (3,)
-    start = {name: np.zeros(shape, np.float32) for name in ("a", "b")}
-
-    def made() -> Coordinator:
-        return Coordinator(method, mpi.MpiEngine())
-
-    apart = {"a": start["a"], "b": start["b"] + world.rank}
-    with raises(MismatchError, "weights at the start", r"rank 1: .*b \(anchor\)"):
-        _local_steps(made(), apart, 2)
-    coordinator = made()
-    x = _local_steps(coordinator, start, 5)
-    saved = coordinator.state_dict()
-    again = made()
-    again.load_state_dict(saved)
-    for one, other in zip(
-        _local_steps(coordinator, x, 4).values(), _local_steps(again, x, 4).values(), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
-    odd = made()
-    odd.load_state_dict(saved)
-    if world.rank == 1:
-        odd.state["velocity"]["a"] = odd.state["velocity"]["a"] + 1  # that of another run
-    with raises(MismatchError, r"a \(velocity\)"):
-        _local_steps(odd, x, 2)
-    # A rank that has begun anew, alone, is noticed, too.
-    if world.rank == 1:
-        again.restart()
-    with raises(MismatchError, "weights at the start", "nothing"):
-        _local_steps(again, x, 2)

@@ -265,7 +265,7 @@ def rows_travel_as_they_are_or_dense() -> None:
         assert_same_everywhere(weights)
         np.testing.assert_array_equal(weights["embedding"][unused], initial["embedding"][unused])
         assert not np.array_equal(weights["embedding"][0], initial["embedding"][0])
-        if dense:
+        if dense and name == "1-bit Adam":  # the formulas of the other know no such words
             expected = _reference(name, steps, kind="words", **options)
             assert_close(weights, expected, rtol=1e-7, atol=1e-9)
 
