@@ -21,8 +21,6 @@ FOLLOWS = (
     "parity.quantised_sums_follow_the_oracle",
     "parity.neighbours_and_broadcasts_follow_the_oracle",
 )
-#: sparse sums, neighbours and broadcasts; tapes exchange as optimizers do, which have the others
-TAPE = (FOLLOWS[0], FOLLOWS[-1])
 ONCE = (
     # Horovod numbers collectives without a name, such as those of gradients, and ranks of later
     # scenarios have called other numbers of them.
@@ -88,14 +86,12 @@ JOBS = [
     ),
     Job(
         "tensorflow",
-        (*COLLECTIVES, "shared", "rows", *FOLLOWS),
+        (*COLLECTIVES, "shared", "rows", *FOLLOWS, "parity.tapes_follow_the_oracle"),
         "mpirun",
         2,
     ),
     Job("tensorflow", (*OPTIMIZERS_KERAS, *OTHERS_KERAS), "mpirun", 2),
     Job("tensorflow", ("graphs",), "mpirun", 3),
-    Job("tensorflow", ("keras_fit.momentum_goes_on_in_the_exchange_and_back",), "alone", 1),
-    Job("tape", TAPE, "mpirun", 2),
     Job("tf_keras", ("keras_legacy",), "mpirun", 2),
     Job("tensorflow-mpi", OVER_MPI, "mpirun", 3),
 ]

@@ -102,7 +102,8 @@ class Run(_Trained):
         if options.get("groups") == "two":
             options["groups"] = [list(self.model.trainable_variables[:2])]
         momentum = {"momentum": setup.momentum, "nesterov": setup.nesterov}
-        if over == "tape":
+        self.is_tape = setup.tape or over == "tape"
+        if self.is_tape:
             # A tape knows no optimizer: momentum is the method's, or the plain optimizer's.
             if as_compressor(method).takes_momentum:
                 options, momentum = options | momentum, {}
@@ -140,7 +141,7 @@ class Run(_Trained):
             return
         with tf.GradientTape() as tape:
             loss = loss_now()
-        if over == "tape":
+        if self.is_tape:
             tape = hvd.DistributedGradientTape(tape, compression=self.compression)
         if hasattr(self.optimizer, "training"):
             self.optimizer.report(loss)

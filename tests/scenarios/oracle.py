@@ -27,7 +27,8 @@ Weights = dict[str, np.ndarray]
 @dataclasses.dataclass
 class Setup:
     """What is trained and how: the network, and the options of the inner optimizer, which is SGD
-    unless it is another class of the framework's; ``sam`` are options of SAM, if it climbs."""
+    unless it is another class of the framework's; ``sam`` are options of SAM, if it climbs;
+    ``tape``: in TensorFlow a tape exchanges, and no optimizer."""
 
     kind: str = "mlp"
     dtype: str = "float32"
@@ -36,6 +37,7 @@ class Setup:
     nesterov: bool = False
     optimizer: Any = None
     sam: dict[str, Any] | None = None
+    tape: bool = False
 
 
 def initial_weights(kind: str, dtype: str = "float32") -> Weights:

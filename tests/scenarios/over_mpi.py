@@ -17,11 +17,9 @@ from hvd_compress.errors import (
 from hvd_compress.mpi.engine import CARRIERS
 from hvd_compress.requests import Gather
 from hvd_compress.torch import BF16, DGC, FP16, NoCompression, RandomK, TopK
-from tests.devices import DEVICE
 from tests.scenarios import applies
 from tests.scenarios.common import (
     assert_same_everywhere,
-    batch,
     distribute,
     lockstep_reference,
     loss_of,
@@ -67,21 +65,6 @@ def buckets_leave_while_backward_goes_on() -> None:
     assert_same_everywhere(model)
 
 
-def gradients_may_become_ready_in_another_order() -> None:
-    """Every rank runs two branches in its own order."""
-    torch.manual_seed(0)
-    branches = torch.nn.ModuleList([torch.nn.Linear(40, 30) for _ in range(4)]).to(DEVICE)
-    optimizer = distribute(sgd(branches), branches, DGC(density=0.1, min_size=0))
-    optimizer.compression.reducer.buckets.nbytes = 1
-    for step in range(4):
-        optimizer.zero_grad()
-        x, _ = batch(hvd.rank(), step)
-        for i in range(4):
-            branches[(i + hvd.rank() + step) % 4](x).square().mean().backward()
-        optimizer.step()
-    assert_same_everywhere(branches)
-
-
 @applies(least=2)  # alone, nothing travels
 def a_damaged_message_ends_the_use_of_the_optimizer() -> None:
     """Others may not have noticed, and what they send must not meet what is sent later."""
@@ -109,32 +92,13 @@ def a_damaged_message_ends_the_use_of_the_optimizer() -> None:
     optimizer.compression.engine.close()
 
 
-def a_tensor_without_elements_alone_in_its_bucket() -> None:
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(n)) for n in (0, 5)])
-    optimizer = distribute(sgd(model), model, NoCompression())
-    if hvd.size() > 1:
-        optimizer.compression.reducer.buckets.nbytes = 1
-    for _ in range(3):
-        optimizer.zero_grad()
-        sum(((p - 1 - hvd.rank()) ** 2).sum() for p in model).backward()
-        optimizer.step()
-    assert_same_everywhere(model)
-
-
 @applies(least=2)  # one rank agrees with itself
 def options_that_differ_are_errors() -> None:
+    """Those that shared.py does not have."""
     odd = hvd.rank() == 1
-    for options in (
-        {"op": hvd.Sum if odd else hvd.Average},
-        {"gradient_predivide_factor": 3.0 if odd else 1.0},
-        {"backward_passes_per_step": 2 if odd else 1},
-    ):
-        model = make_model()
-        with raises(MismatchError, "the ranks differ"):
-            distribute(sgd(model), model, DGC, **options)
-    with raises(MismatchError, "0.5"):
-        model = make_model()
-        distribute(sgd(model, momentum=0.5 if odd else 0.9), model, DGC)
+    model = make_model()
+    with raises(MismatchError, "the ranks differ"):
+        distribute(sgd(model), model, DGC, backward_passes_per_step=2 if odd else 1)
     with raises(MismatchError, "allgather"):
         hvd.allgather(torch.ones(2, 3 if odd else 2))
 

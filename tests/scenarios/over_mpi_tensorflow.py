@@ -182,11 +182,3 @@ def wrong_arguments_of_collectives_are_named() -> None:
     hvd.init(process_sets=[pair])
     assert float(hvd.allreduce(1.0, op=hvd.Sum, process_set=pair)) == hvd.size()
     hvd.remove_process_set(pair)
-
-
-def names_are_there() -> None:
-    for name in hvd.__all__:
-        assert getattr(hvd, name) is not None
-    for name in dir(hvd_keras):
-        assert getattr(hvd_keras, name) is not None
-    assert {"DiLoCo", "LocalSGD", "LeaderSGD", "EASGD", "OneBitAdam"} <= set(dir(hvd_keras))

@@ -24,7 +24,7 @@ from hvd_compress import (
 )
 from hvd_compress.blocks import allgather, chain, error_feedback, natural_dithering, top_k
 from tests.ring_method import Ring
-from tests.scenarios import oracle
+from tests.scenarios import applies, oracle
 from tests.scenarios.driver import (
     assert_close,
     assert_same_everywhere,
@@ -50,7 +50,9 @@ METHODS = (
 KINDS = (*(BF16(), SPARSE, LOW_RANK, OneBit(), ScaleCom(density=0.05)),)
 
 
-def follow_the_oracle(method, steps: int, momentum: float | None = None, **options) -> None:
+def follow_the_oracle(
+    method, steps: int, momentum: float | None = None, tape: bool = False, **options
+) -> None:
     """In double precision the frameworks' own rounding cannot turn a choice of elements.
 
     One rank compares for all, once they are known to be equal: the oracle does all ranks' work.
@@ -59,7 +61,7 @@ def follow_the_oracle(method, steps: int, momentum: float | None = None, **optio
         # Keras rounds it to float32: one that is the same in both.
         momentum = 0.875 if method.takes_momentum else 0.0
     options |= {"dtype": "float64", "momentum": momentum}
-    run = train(make(method, **options), range(steps))
+    run = train(make(method, tape=tape, **options), range(steps))
     assert_same_everywhere(run.weights())
     if hvd.rank() == 0:
         laid_out = as_laid_out(method)
@@ -77,6 +79,13 @@ def fifty_steps_follow_the_oracle() -> None:
     for nesterov in (False, True):
         follow_the_oracle(SPARSE, 50, nesterov=nesterov)
     follow_the_oracle(TopK(density=0.05), 50, momentum=0.875)
+
+
+@applies(over=("tensorflow",))
+def tapes_follow_the_oracle() -> None:
+    """They exchange as optimizers do, which have the other kinds of requests."""
+    follow_the_oracle(SPARSE, 20, tape=True)
+    follow_the_oracle(Ring(equal=False), 3, tape=True)
 
 
 def neighbours_and_broadcasts_follow_the_oracle() -> None:
