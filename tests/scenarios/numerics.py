@@ -81,11 +81,13 @@ def what_has_a_scale_of_its_own_does_not_depend_on_the_loss_scale() -> None:
 
 def overflow_under_a_grad_scaler() -> None:
     """A step that one rank spoils is skipped on all, and leaves no trace: the run equals one that
-    never saw it. Scales are powers of two, so scaling changes no bit."""
-    for method in (SPARSE, DGC(density=1.0), TopK(density=0.05)):
+    never saw it. Scales are powers of two, so scaling changes no bit.  A fused optimizer unscales
+    itself."""
+    for method, fused in ((SPARSE, False), (DGC(density=1.0), False), (TopK(density=0.05), True)):
         model, reference = make_model(), make_model()
-        optimizer = distribute(sgd(model, weight_decay=0.01), model, method)
-        plain = distribute(sgd(reference, weight_decay=0.01), reference, method)
+        options = {"weight_decay": 0.01, "fused": fused}
+        optimizer = distribute(sgd(model, **options), model, method)
+        plain = distribute(sgd(reference, **options), reference, method)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
         scales = set()
         for step in range(10):

@@ -169,12 +169,13 @@ def local_steps_name_parameters_that_were_put_in_by_hand() -> None:
         optimizer.step()
 
 
-def a_whole_step_may_be_compiled() -> None:
+def a_model_or_a_whole_step_may_be_compiled() -> None:
     """It has the bits of one that is not; what exchanges is left as it is, so "eager" shows it."""
 
-    def trained(method, backend=None, autograd=False, sam=False):
+    def trained(method, backend=None, autograd=False, sam=False, whole=True):
         torch._dynamo.reset()
-        model = make_model()
+        plain = make_model()
+        model = plain if whole else torch.compile(plain, backend=backend)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if method == "local":
             optimizer = hvd.LocalSGD(optimizer, sync_every=2)
@@ -193,13 +194,15 @@ def a_whole_step_may_be_compiled() -> None:
                 loss_of().backward()
             optimizer.step()
 
-        function = step if backend is None else torch.compile(step, backend=backend)
+        compiled = backend is not None and whole
+        function = torch.compile(step, backend=backend) if compiled else step
         with torch._dynamo.config.patch(compiled_autograd=autograd):
             for number in range(3):
                 function(*batch(hvd.rank(), number))
-        return list(model.parameters())
+        return list(plain.parameters())
 
     for method, options in (
+        ("topk:density=0.1", {"backend": "aot_eager", "whole": False}),
         ("topk:density=0.1", {"backend": "aot_eager"}),
         ("topk:density=0.1", {"backend": "eager", "autograd": True}),
         ("local", {"backend": "eager"}),
