@@ -51,8 +51,10 @@ def weights_of(model: Any) -> dict[str, np.ndarray]:
     return dict(zip(oracle.initial_weights("mlp"), model.get_weights(), strict=True))
 
 
-def data(steps: int) -> tuple[np.ndarray, np.ndarray]:
-    batches = [oracle.batch("mlp", hvd.rank(), step) for step in range(steps)]
+def data(steps: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Batches of this rank, one behind the other: of so many steps, or of these."""
+    steps = range(steps) if isinstance(steps, int) else steps
+    batches = [oracle.batch("mlp", hvd.rank(), step) for step in steps]
     return np.concatenate([x for x, _ in batches]), np.concatenate([y for _, y in batches])
 
 
@@ -60,10 +62,11 @@ def fit(
     optimizer: Any,
     callbacks: Any = (),
     *,
-    steps: int = 8,
+    steps: Any = 8,
     epochs: int = 1,
     model: Any = None,
     built: bool = True,
+    validates: bool = False,
     **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """``built``: variables are made before the graph is traced, which is then traced once;
@@ -75,6 +78,7 @@ def fit(
         model.optimizer.build(model.trainable_variables)
     x, y = data(steps)
     own = {"batch_size": 8, "shuffle": False, "verbose": 0, "epochs": epochs}
+    own |= {"validation_data": (x, y)} if validates else {}
     return model, model.fit(x, y, callbacks=list(callbacks), **own).history
 
 
@@ -386,7 +390,7 @@ def names_of_layers_do_not_matter_in_checkpoints_of_tensorflow() -> None:
         np.testing.assert_array_equal(other.states()[key], value)
 
 
-def _scaled_step(model: Any, optimizer: Any) -> Any:
+def scaled_step(model: Any, optimizer: Any) -> Any:
     variables = model.trainable_variables
 
     @tf.function
@@ -411,7 +415,7 @@ def loss_scaling() -> None:
             keras.config.set_dtype_policy(policy)
         assert isinstance(distributed, keras.optimizers.LossScaleOptimizer)
         model = model_of("mlp")
-        step = _scaled_step(model, distributed)
+        step = scaled_step(model, distributed)
         for number in range(4):
             step(*map(tf.constant, oracle.batch("mlp", hvd.rank(), number)))
         expected = oracle.compressed(SPARSE, range(4), hvd.size())

@@ -21,9 +21,9 @@ from tests.scenarios.driver import (
     train,
 )
 from tests.scenarios.driver_tensorflow import hvd, hvd_keras, model_of
+from tests.scenarios.keras_fit import LOSS, data, fit, scaled_step, weights_of
 from tests.scenarios.optimizers import LR, SCHEDULE, run_of
 
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 FREEZE = 4
 #: options of optimizers, and of the compression that they make, if they do
 ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
@@ -51,26 +51,12 @@ def _compiled(name: str) -> Any:
     return model
 
 
-def _data(steps: Any) -> tuple[np.ndarray, np.ndarray]:
-    batches = [oracle.batch("mlp", hvd.rank(), step) for step in steps]
-    return tuple(np.concatenate([batch[i] for batch in batches]) for i in (0, 1))
-
-
-def _fit(model: Any, steps: Any, **options: Any) -> None:
-    x, y = _data(steps)
-    model.fit(x, y, **{"batch_size": 8, "shuffle": False, "verbose": 0, **options})
-
-
-def _weights(model: Any) -> dict[str, np.ndarray]:
-    return dict(zip(oracle.initial_weights("mlp"), model.get_weights(), strict=True))
-
-
 def models_are_saved_and_go_on() -> None:
     """On all ranks from what rank 0 saved; the laws have what each optimizer keeps."""
     folder = Path(hvd.broadcast_object(tempfile.mkdtemp(), root_rank=0, name="folder"))
     for name, steps in (("OneBitAdam", 7), ("ZeroOneAdam", 27)):  # 28 synchronizes
         model = _compiled(name)
-        _fit(model, range(steps))
+        fit(None, model=model, steps=steps)
         if name == "ZeroOneAdam":
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -99,11 +85,11 @@ def models_are_saved_and_go_on() -> None:
             for i, state in model.optimizer.compression.store.states.items():
                 for key, x in state.items():
                     np.testing.assert_array_equal(states[i][key], x)
-            assert_close(_weights(other), _weights(model), 0, 0)
+            assert_close(weights_of(other), weights_of(model), 0, 0)
         for m in (model, loaded):
-            _fit(m, range(steps, steps + 5))  # 32 synchronizes
-            assert_same_everywhere(_weights(m))
-        assert_close(_weights(loaded), _weights(model), 1e-4, 1e-5)
+            fit(None, model=m, steps=range(steps, steps + 5))  # 32 synchronizes
+            assert_same_everywhere(weights_of(m))
+        assert_close(weights_of(loaded), weights_of(model), 1e-4, 1e-5)
         barrier()
 
 
@@ -138,12 +124,7 @@ def half_precision_skips_what_is_spoilt() -> None:
     finally:
         keras.config.set_dtype_policy(policy)
 
-    @tf.function
-    def step(x: tf.Tensor, y: tf.Tensor) -> None:
-        with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(LOSS(y, model(x, training=True)))
-        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-
+    step = scaled_step(model, optimizer)
     for number in range(9):
         x, y = oracle.batch("mlp", hvd.rank(), number)
         if number in (1, 5) and hvd.rank() == 0:
@@ -154,7 +135,7 @@ def half_precision_skips_what_is_spoilt() -> None:
     assert int(inner.iterations) == 7
     assert int(inner._variance_steps) == FREEZE - 1
     assert all(np.isfinite(w).all() for w in model.get_weights())
-    assert_same_everywhere(_weights(model))
+    assert_same_everywhere(weights_of(model))
     states = optimizer.compression.store.states.values()
     for m, state in zip(inner.slots["exp_avg"], states, strict=True):
         close = {"rtol": 1e-3, "atol": 1e-6}
@@ -168,7 +149,7 @@ class _SameEverywhere(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: Any = None) -> None:
         self.checks += 1
-        assert_same_everywhere(_weights(self.model))
+        assert_same_everywhere(weights_of(self.model))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.on_test_begin()
@@ -183,8 +164,8 @@ def the_callback_synchronizes_before_validation_and_after_epochs() -> None:
         check,
         keras.callbacks.ModelCheckpoint(path),  # warnings are errors here
     ]
-    options = {"epochs": 3, "validation_data": _data(range(9)), "callbacks": callbacks}
-    _fit(_compiled("ZeroOneAdam"), range(9), **options)
+    model = _compiled("ZeroOneAdam")
+    fit(None, callbacks, model=model, steps=9, epochs=3, validates=True)
     assert check.checks == 6
 
 
@@ -206,11 +187,11 @@ def fit_trains_with_sam_a_warm_up_and_compression() -> None:
     model = WithSAM(model_of("mlp").layers)
     model.compile(hvd_keras.DistributedOptimizer(local, compression="topk:density=0.2"), loss=LOSS)
     model.optimizer.build(model.trainable_variables)
-    x, y = _data(range(12))
+    x, y = data(12)
     before = float(LOSS(y, model(x)))
-    _fit(model, range(12), epochs=5)
+    fit(None, model=model, steps=12, epochs=5)
     assert float(LOSS(y, model(x))) < 0.95 * before
-    assert_same_everywhere(_weights(model))
+    assert_same_everywhere(weights_of(model))
 
 
 def local_variables_go_their_own_way() -> None:

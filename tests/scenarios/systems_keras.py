@@ -14,25 +14,13 @@ from tests.scenarios import oracle
 from tests.scenarios.driver import assert_close, make, raises, train
 from tests.scenarios.driver_tensorflow import hvd_keras as hvd
 from tests.scenarios.driver_tensorflow import model_of
+from tests.scenarios.keras_fit import fit, weights_of
 
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 STREAMING = rounds.DiLoCo(sync_every=4, fragments=2, delay=1, mix=0.5)
 
 
 def _sgd(**options: Any) -> Any:
     return keras.optimizers.SGD(oracle.LR, **options)
-
-
-def _fit(model: Any, optimizer: Any, steps: Any) -> None:
-    batches = [oracle.batch("mlp", hvd.rank(), step) for step in steps]
-    x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    model.compile(optimizer, LOSS, jit_compile=False)
-    model.optimizer.build(model.trainable_variables)  # so that the graph is traced once
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-
-
-def _weights(model: Any) -> dict[str, np.ndarray]:
-    return dict(zip(oracle.initial_weights("mlp"), model.get_weights(), strict=True))
 
 
 def fit_and_eager_loops_are_steps_of_graphs() -> None:
@@ -41,8 +29,9 @@ def fit_and_eager_loops_are_steps_of_graphs() -> None:
         runs = [make(None, method=method, momentum=0.0) for _ in range(2)]
         runs[1].graph = runs[1]._step
         model, expected = model_of("mlp"), train(runs[0], range(9)).weights()
-        _fit(model, hvd.DistributedOptimizer(_sgd(), method=method), range(9))
-        for found in (_weights(model), train(runs[1], range(9)).weights()):
+        optimizer = hvd.DistributedOptimizer(_sgd(), method=method)
+        fit(optimizer, model=model, steps=9, jit_compile=False)
+        for found in (weights_of(model), train(runs[1], range(9)).weights()):
             assert_close(found, expected, 1e-5, 1e-6)
 
 
@@ -92,7 +81,7 @@ def optimizers_and_options_that_do_not_fit() -> None:
     finally:
         keras.config.set_dtype_policy("float32")
     with raises(UnsupportedError, "mixed_bfloat16"):
-        _fit(half, hvd.LocalSGD(_sgd()), range(1))
+        fit(hvd.LocalSGD(_sgd()), model=half, steps=1)
 
     @tf.function
     def step() -> None:
