@@ -7,6 +7,7 @@ import warnings
 import torch
 
 from tests.devices import DEVICE
+from tests.scenarios import applies
 from tests.scenarios.driver import hvd
 from tests.scenarios.driver_torch import backward
 
@@ -36,6 +37,7 @@ def a_contrastive_loss_over_all_ranks_trains_as_in_one_process() -> None:
     torch.testing.assert_close(found, reference.grad)
 
 
+@applies(over=("mpi",))  # over Horovod its own functions are compiled
 def functions_with_collectives_may_be_compiled() -> None:
     @torch.compile(backend="aot_eager")
     def loss(x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hvd_compress.torch import ConfigError, MismatchError, UnsupportedError
+from tests.scenarios import applies
 from tests.scenarios.common import (
     assert_same_everywhere,
     batch,
@@ -169,6 +170,7 @@ def local_steps_name_parameters_that_were_put_in_by_hand() -> None:
         optimizer.step()
 
 
+@applies(over=("mpi",))  # what is compiled knows no engine
 def a_model_or_a_whole_step_may_be_compiled() -> None:
     """It has the bits of one that is not; what exchanges is left as it is, so "eager" shows it."""
 
