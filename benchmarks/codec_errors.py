@@ -22,10 +22,8 @@ from hvd_compress.cli.options import parser_of
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import NeedsTuning
 from hvd_compress.methods import as_compressor, method_names
-from mpi_examples.data import digits
-from mpi_examples.data_text import segments, share, standard_library
-from mpi_examples.models import cnn, mlp
-from mpi_examples.models_text import LSTM, Transformer
+from mpi_examples.data import columns, digits, segments, standard_library
+from mpi_examples.models import LSTM, Transformer, cnn, mlp
 
 VARIANTS = ["fp8:format=e5m2", "linear:bits=6,column=256", "linear:bits=4,column=256"]
 
@@ -73,7 +71,7 @@ def of_text(make: Callable[..., torch.nn.Module]) -> Gradients:
     corpus = standard_library()
     model = make(corpus.words, 128, 16, 0.0)
     parts = [
-        list(segments(share(corpus.train, 8, rank, options.ranks), 16))
+        list(segments(columns(corpus.train, 8, rank, options.ranks), 16))
         for rank in range(options.ranks)
     ]
 

@@ -38,11 +38,9 @@ from hvd_compress.optimizers import Now
 from hvd_compress.stats import human_bytes
 from hvd_compress.systems.base import StepContext
 from hvd_compress.systems.rounds.rounds import Rounds
-from mpi_examples.data import digits
-from mpi_examples.data_text import segments, share, standard_library
+from mpi_examples.data import columns, digits, segments, standard_library
 from mpi_examples.demo import compressor
-from mpi_examples.models import cnn
-from mpi_examples.models_text import LSTM, Transformer
+from mpi_examples.models import LSTM, Transformer, cnn
 from mpi_examples.report import ACCURACY, PERPLEXITY, Measure
 
 RANKS, MOMENTUM = 4, 0.9
@@ -104,8 +102,8 @@ class Text:
 
     def batches(self, random: np.random.Generator) -> Iterator[Batch]:
         text = np.roll(self.text.train, random.integers(len(self.text.train)))
-        self.states, columns = [None] * self.ranks, 32 // self.ranks
-        parts = [segments(share(text, columns, rank, self.ranks), 16) for rank in range(self.ranks)]
+        self.states, count = [None] * self.ranks, 32 // self.ranks
+        parts = [segments(columns(text, count, rank, self.ranks), 16) for rank in range(self.ranks)]
         return map(list, zip(*parts, strict=True))
 
     def losses(self, batch: Batch) -> Iterator[torch.Tensor]:
@@ -118,7 +116,7 @@ class Text:
 
     def test_loss(self) -> float:
         total, count, state = 0.0, 0, None
-        for words, following in segments(share(self.text.test, 32, 0, 1), 16):
+        for words, following in segments(columns(self.text.test, 32, 0, 1), 16):
             logits, state = self.model(words, state)
             loss = functional.cross_entropy(logits.flatten(0, 1), following.flatten())
             total, count = total + loss.item() * following.numel(), count + following.numel()

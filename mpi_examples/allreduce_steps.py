@@ -21,15 +21,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_compress.cli.options import parser_of, picture_file
+from hvd_compress.cli.options import parser_of, picture_file, positive
+from hvd_compress.cli.tables import text_table
 from hvd_compress.integrations.launch import under_mpirun
 
 ALGORITHMS = ("ring", "halving_doubling", "direct")
+ELEMENTS = 16  # of the vector, 8 bytes each
 
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
+    parser.add_argument("--ranks", type=positive, default=4, help="when started without mpirun")
     parser.add_argument(
         "--algorithms",
         nargs="+",
@@ -38,13 +40,8 @@ def arguments() -> argparse.Namespace:
         metavar="NAME",
         help=f"of {', '.join(ALGORITHMS)}",
     )
-    parser.add_argument("--elements", type=int, default=16, help="of the vector, 8 bytes each")
     parser.add_argument("--output", type=picture_file, default=Path("results/allreduce_steps.png"))
-    options = parser.parse_args()
-    for name, least, most in (("ranks", 1, 32), ("elements", 1, 2**20)):
-        if not least <= getattr(options, name) <= most:
-            parser.error(f"--{name} must be {least} to {most}")
-    return options
+    return parser.parse_args()
 
 
 options = arguments()
@@ -128,7 +125,7 @@ def in_rounds(stops_by_rank: list[list[Stop]]) -> list[Message]:
 
 def run(name: str, comm: Communicator) -> list[Message]:
     """Run one algorithm; rank 0 gets the messages of all ranks."""
-    i = np.arange(options.elements)
+    i = np.arange(ELEMENTS)
     x = 2**comm.rank + i * 2**comm.size
     out = np.empty_like(x)
     channel, stops = Recorder(comm), []
@@ -157,22 +154,20 @@ def contents(values: np.ndarray, size: int) -> tuple[str, str]:
 
 
 def show(name: str, messages: list[Message], size: int) -> None:
-    print(f"\n{name}: {size} ranks, {options.elements} elements of 8 bytes\n")
-    print(f"{'round':>5}  {'from':>4} {'to':>4} {'bytes':>6}  {'elements':9} {'sum of':12} phase")
-    last = 0
+    rows, last = [], 0
     for message in messages:
         elements, ranks = contents(message.values, size)
-        number = "" if message.round == last else message.round
+        number = "" if message.round == last else f"{message.round}"
         last = message.round
-        print(
-            f"{number:>5}  {message.sender:>4} {message.receiver:>4} {message.values.nbytes:>6}"
-            f"  {elements:9} {ranks:12} {message.phase}"
-        )
+        ends = f"{message.sender}", f"{message.receiver}"
+        rows.append((number, *ends, f"{message.values.nbytes}", elements, ranks, message.phase))
+    print(f"\n{name}: {size} ranks, {ELEMENTS} elements of 8 bytes\n")
+    print(text_table(("round", "from", "to", "bytes", "elements", "sum of", "phase"), rows))
     sent = traffic(messages, size).sum(axis=1)
     share = f"{sent.min()}" if sent.min() == sent.max() else f"{sent.min()} to {sent.max()}"
     print(
         f"{last} rounds, {len(messages)} messages; every rank sent {share} bytes, for a vector of "
-        f"{8 * options.elements}; all ranks have the right sum"
+        f"{8 * ELEMENTS}; all ranks have the right sum"
     )
 
 
@@ -224,11 +219,7 @@ def picture(results: dict[str, list[Message]], size: int) -> None:
             )
         right.set(xlabel="to rank", ylabel="from rank", title="bytes in total")
         right.set(xticks=range(size), yticks=range(size))
-    handles = [
-        plt.Line2D([], [], color=color, linewidth=2.5, label=label)
-        for color, label in (("tab:blue", "parts of the sum"), ("tab:orange", "the whole sum"))
-    ]
-    figure.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False)
+    figure.suptitle("blue: parts of the sum; orange: the whole sum", fontsize="medium")
     save(figure, options.output)
 
 
@@ -241,7 +232,6 @@ def main() -> None:
         for name, messages in results.items():
             show(name, messages, comm.size)
         picture(results, comm.size)
-        print(f"\npicture: {options.output.resolve()}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""Biased compression: rates, an example of divergence, and error per byte of many operators.
+"""Biased compression: error per byte of a descent with many operators, and what inputs lose.
 
-    python -m mpi_examples.biased_compression
-    python -m mpi_examples.biased_compression --split labels --ranks 8
-    python -m mpi_examples.biased_compression --mpi
+    python -m mpi_examples.biased_compression descent
+    python -m mpi_examples.biased_compression descent --split labels --ranks 8
+    python -m mpi_examples.biased_compression inputs
 
 After Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning"
-(JMLR 2023).  Regularised logistic regression on scikit-learn's digits, full gradients, constant
-steps; every operator gets the same grid of step sizes, and bytes are counted from its messages.
-The ranks advance in lockstep inside this process, or with --mpi as processes of their own.
+(JMLR 2023).  ``descent``: regularised logistic regression on scikit-learn's digits over MPI, full
+gradients, constant steps; every operator gets the same grid of step sizes, and bytes are counted
+from its messages.
+
+``inputs``: operators promise something about the worst input; here is what they do to inputs as
+they are, in one process.  For each operator: the bits of its message for an element, headers and
+indices included, and the relative error |C(x) - x|^2 / |x|^2, of unbiased operators also at the
+scale that makes it least.
 """
 
 from __future__ import annotations
@@ -15,11 +20,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable
+import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 import numpy as np
+import torch
+from torch.nn import functional
 from tqdm import tqdm
 
 from hvd_compress import EF21, Compressor, NoCompression
@@ -37,108 +45,24 @@ from hvd_compress.blocks import (
     scaled_sign,
     top_k,
 )
-from hvd_compress.cli.options import parser_of, picture_file
-from hvd_compress.engines.lockstep import World
+from hvd_compress.cli.options import parser_of, picture_file, positive
+from hvd_compress.cli.tables import text_table
+from hvd_compress.engines.local import LocalEngine
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.operators.base import Classes
+from hvd_compress.reduce import Reducer
 from hvd_compress.stats import human_bytes
-from hvd_compress.studies.step_sizes import FeedbackSteps, ef21_step_size
-from mpi_examples.regression import Regression
-from mpi_examples.study import check_counts
+from hvd_compress.studies.step_sizes import FeedbackSteps, ef21_step_size, kept_by_top_k
+from mpi_examples.data import Regression, digits
+from mpi_examples.models import mlp
+from mpi_examples.report import save
+from mpi_examples.study import above_zero
 
+DENSITY, LEVELS, L2 = 0.05, 7, 0.05
+#: errors, of which the table has the bytes until they are reached
+TARGETS = (1e-2, 1e-3, 1e-4, 1e-5)
 
-def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")
-    parser.add_argument("--mpi", action="store_true", help="ranks are processes, over MPI")
-    parser.add_argument(
-        "--split",
-        choices=["shuffled", "labels"],
-        default="shuffled",
-        help="which digits a rank has: any, or few kinds of them, so that gradients differ more",
-    )
-    parser.add_argument("--density", type=float, default=0.05, help="of top-k and random-k")
-    parser.add_argument("--levels", type=int, default=7, help="of dithering")
-    parser.add_argument("--l2", type=float, default=0.05, help="weight of the regulariser")
-    parser.add_argument("--steps", type=int, default=400, help="at most, for each step size")
-    parser.add_argument(
-        "--rates",
-        type=float,
-        nargs="+",
-        default=[2, 4, 8, 16],
-        metavar="R",
-        help="step sizes to try, in units of 1 / L",
-    )
-    parser.add_argument(
-        "--output", type=picture_file, default=Path("results/biased_compression.png")
-    )
-    options = parser.parse_args()
-    check_counts(parser, options, "ranks", "steps", "levels")
-    if not 0 < options.density <= 1:
-        parser.error("--density must be in (0, 1]")
-    if not options.l2 > 0 or not min(options.rates) > 0:
-        parser.error("--l2 and --rates must be positive")
-    return options
-
-
-options = arguments()
-if options.mpi:
-    under_mpirun(options.ranks)
-
-from mpi_examples.biased_report import TARGETS, Run, cells, favourite, picture, table  # noqa: E402
-
-# -- who exchanges -----------------------------------------------------------------------------
-
-
-class Lockstep:
-    """All ranks in this process; the bytes are those of rank 0."""
-
-    rank, size = 0, options.ranks
-
-    def begin(self, compressor: Compressor) -> None:
-        self.world = World(compressor, self.size)
-
-    def step(self, gradient_of: Callable[[int], np.ndarray]) -> np.ndarray:
-        gradients = [gradient_of(rank) for rank in range(self.size)]
-        return self.world.exchange(gradients)[0].direction
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.world.record.bytes_sent
-
-    def agree(self, value: Any) -> Any:
-        return value
-
-
-class OverMpi:
-    """This process is one rank."""
-
-    def __init__(self) -> None:
-        from mpi4py import MPI
-
-        self.world = MPI.COMM_WORLD
-        self.rank, self.size = self.world.rank, self.world.size
-
-    def begin(self, compressor: Compressor) -> None:
-        from hvd_compress import mpi
-
-        self.reducer = mpi.Reducer(compressor)
-
-    def step(self, gradient_of: Callable[[int], np.ndarray]) -> np.ndarray:
-        return self.reducer.reduce({"tensor": gradient_of(self.rank)})["tensor"]
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.reducer.stats().total.bytes_sent
-
-    def agree(self, value: Any) -> Any:
-        """What rank 0 has, so that all stop together."""
-        return self.world.bcast(value)
-
-
-engine = OverMpi() if options.mpi else Lockstep()
-
-# -- what is compared ---------------------------------------------------------------------------
+# -- a descent -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -152,19 +76,19 @@ class Operator:
         """The step size that a theorem allows; those of plain and feedback are recalled."""
         smoothness, delta = problem.smoothness, self.classes.own_delta or math.inf
         if self.kind == "feedback":
-            return FeedbackSteps(delta, smoothness, options.l2).constant
+            return FeedbackSteps(delta, smoothness, L2).constant
         if self.kind == "ef21":
-            return ef21_step_size(delta, smoothness, problem.own_smoothness, options.l2)
+            return ef21_step_size(delta, smoothness, problem.own_smoothness, L2)
         zeta = self.classes.zeta or math.inf
         if self.kind == "shared":
             return 1 / (zeta * smoothness)
-        return 1 / (smoothness + 2 * (zeta - 1) * problem.own_smoothness / engine.size)
+        return 1 / (smoothness + 2 * (zeta - 1) * problem.own_smoothness / problem.ranks)
 
 
 def operators(d: int) -> list[Operator]:
-    dithering = natural_dithering(options.levels, None)
-    coded = contraction(natural_dithering(max(options.levels // 2, 1), None))
-    top, random = top_k(options.density), random_k(options.density)
+    dithering = natural_dithering(LEVELS, None)
+    coded = contraction(natural_dithering(LEVELS // 2, None))
+    top, random = top_k(DENSITY), random_k(DENSITY)
     plain = {
         "dense": ("shared", allreduce()),
         "random-k, unbiased": ("shared", allreduce(select=random, unbiased=True)),
@@ -188,69 +112,245 @@ def operators(d: int) -> list[Operator]:
         method = chain(error_feedback(), via=via)
         found.append(Operator(f"EF {name}", method, via.classes(d), "feedback"))
     for name, via in (("top-k", allgather(top)), ("top-k + dithering", allgather(top, dithering))):
-        method = EF21(options.density, values=via.values)
+        method = EF21(DENSITY, values=via.values)
         found.append(Operator(f"EF21 {name}", method, via.classes(d), "ef21"))
     return found
 
 
-def exchanged(
-    problem: Regression, operator: Operator, w: np.ndarray, rank: int, rate: float
-) -> np.ndarray:
-    """Error feedback in units of steps, as in the paper: what is exchanged is rate * gradient."""
-    gradient = problem.gradient(w, rank)
-    return (rate * gradient if operator.kind == "feedback" else gradient).astype(np.float32)
+@dataclasses.dataclass
+class Run:
+    """Errors and bytes of one run, every few steps."""
+
+    rate: float
+    errors: list[float] = dataclasses.field(default_factory=lambda: [1.0])
+    bytes_sent: list[int] = dataclasses.field(default_factory=lambda: [0])
+    steps: int = 0
+
+    def bytes_to(self, target: float) -> float:
+        """Until the error is down to that, and stays so: some steps only pass by."""
+        above = max(i for i, error in enumerate(self.errors) if not error <= target)
+        return self.bytes_sent[above + 1] if above + 1 < len(self.errors) else math.inf
 
 
-def descend(problem: Regression, operator: Operator, rate: float, every: int = 5) -> Run:
-    engine.begin(operator.method)
-    path, w = Run(rate), problem.start
-    for step in range(1, options.steps + 1):
-        direction = engine.step(lambda rank: exchanged(problem, operator, w, rank, rate))  # noqa: B023
-        w = w - (direction if operator.kind == "feedback" else rate * direction)
-        path.steps = step
-        if step % every == 0 or step == options.steps:
-            path.errors.append(engine.agree(problem.error(w)))
-            path.bytes_sent.append(engine.bytes_sent)
-            if path.errors[-1] <= TARGETS[-1] or not path.errors[-1] < 10:
+def descend(problem: Regression, operator: Operator, rate: float, steps: int) -> Run:
+    from mpi4py import MPI  # which starts with it: ranks only
+
+    from hvd_compress import mpi
+
+    world, reducer = MPI.COMM_WORLD, mpi.Reducer(operator.method)
+    # Error feedback in units of steps, as in the paper: what is exchanged is rate * gradient.
+    before, behind = (rate, 1.0) if operator.kind == "feedback" else (1.0, rate)
+    run, w = Run(rate), problem.start
+    for step in range(1, steps + 1):
+        gradient = before * problem.gradient(w, world.rank)
+        w = w - behind * reducer.reduce({"w": gradient.astype(np.float32)})["w"]
+        run.steps = step
+        if step % 5 == 0 or step == steps:
+            run.errors.append(world.bcast(problem.error(w)))  # so that all stop together
+            run.bytes_sent.append(reducer.stats().total.bytes_sent)
+            if run.errors[-1] <= TARGETS[-1] or not run.errors[-1] < 10:
                 break
-    return path
+    return run
+
+
+def row(operator: Operator, runs: list[Run], theory: Run, smoothness: float) -> list[str]:
+    def size(target: float) -> str:
+        least = min(run.bytes_to(target) for run in runs)
+        return "-" if math.isinf(least) else f"{least / 1000:,.1f}"
+
+    best, delta = favourite(runs), operator.classes.own_delta
+    return [
+        operator.name,
+        "-" if delta is None else f"{delta:.3g}",
+        f"{best.bytes_sent[-1] / best.steps:,.0f}",
+        *map(size, TARGETS),
+        f"{min(min(run.errors) for run in runs):.1e}",
+        f"{best.rate * smoothness:.3g}",
+        f"{theory.rate * smoothness:.2g}",
+        f"{theory.errors[-1]:.2g}",
+    ]
+
+
+def favourite(runs: list[Run]) -> Run:
+    """The one that needs the fewest bytes to 1e-3, or else gets lowest."""
+    return min(runs, key=lambda run: (run.bytes_to(TARGETS[1]), min(run.errors)))
+
+
+def descent(options: argparse.Namespace) -> None:
+    under_mpirun(options.ranks)
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    problem = Regression(world.size, options.split, L2)
+    rates = [rate / problem.smoothness for rate in options.rates]
+    figure, axes = plt.subplots(figsize=(9, 4.6), layout="constrained")
+    rows, every = [], operators(problem.d)
+    bar = tqdm(every, disable=world.rank != 0, ncols=90, mininterval=1)
+    for operator, color in zip(bar, plt.colormaps["tab20"].colors, strict=False):
+        bar.set_postfix_str(operator.name)
+        *runs, theory = [
+            descend(problem, operator, rate, options.steps)
+            for rate in (*rates, operator.theory(problem))
+        ]
+        rows.append(row(operator, runs, theory, problem.smoothness))
+        best, bold = favourite(runs), 2.5 if "top-k + dithering" in operator.name else 1.2
+        kilobytes = np.array(best.bytes_sent) / 1000
+        axes.plot(kilobytes[1:], best.errors[1:], color=color, label=operator.name, linewidth=bold)
+    if world.rank:
+        return
+    steps = ", ".join(f"{rate:g}" for rate in options.rates)
+    print(
+        f"\n{problem.d} weights, {world.size} ranks, {options.split}; L / mu = "
+        f"{problem.smoothness / L2:.0f}; density {DENSITY}, {LEVELS} levels\n"
+        "kB that a rank sent until (f - f*) / (f(0) - f*) is so small and stays so, by the best of "
+        f"the steps {steps} / L:\n"
+    )
+    targets = [f"to 1e{math.log10(target):.0f}" for target in TARGETS]
+    header = "operator", "delta", "B/step", *targets, "lowest", "step*L", "theory", "its error"
+    print(text_table(header, rows))
+    print(
+        f"\na dense step is {human_bytes(4 * problem.d)}; step * L: what is best to 1e-3; theory: "
+        "the step that is proved to work, times L, and the error that it leaves"
+    )
+    axes.set(xscale="log", yscale="log", ylim=(TARGETS[-1] / 2, 2))
+    axes.set(xlabel="sent by one rank [kB]", ylabel="(f - f*) / (f(0) - f*)")
+    axes.set_title(f"Digits, {world.size} ranks, {options.split}; step best to 1e-3")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.02, 0.5))
+    save(figure, options.output)
+
+
+# -- inputs --------------------------------------------------------------------------------------
+
+DENSITIES = (0.001, 0.01, 0.1, 0.3)
+ELEMENTS, DRAWS = 100_000, 5
+
+
+def families() -> dict[str, dict[str, Any]]:
+    """Operators, from few bits to many; random-k draws elements that all ranks know."""
+    coded = natural_dithering(LEVELS, 512)
+    return {
+        "random-k": {f"{k:.1%}": allreduce(select=random_k(k)) for k in DENSITIES},
+        "top-k": {f"{k:.1%}": allgather(top_k(k)) for k in DENSITIES},
+        "top-k + dithering": {f"{k:.1%}": allgather(top_k(k), coded) for k in DENSITIES},
+        "natural dithering": {
+            f"{levels} levels": allgather(natural_dithering(levels, 512)) for levels in (3, 5, 7)
+        },
+        "natural compression": {"": allgather(natural())},
+        "scaled sign": {"": allgather(scaled_sign())},
+    }
+
+
+def gradients() -> list[np.ndarray]:
+    """Of the middle matrix of a network on the digits, after 50 steps of SGD and more."""
+    torch.manual_seed(0)
+    x, _, y, _ = digits(0)
+    images, labels = torch.from_numpy(x), torch.from_numpy(y)
+    model = mlp(x.shape[1:], 10)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found = []
+    for step in range(50 + DRAWS):
+        batch = torch.randint(len(images), (64,))
+        sgd.zero_grad()
+        functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        if step >= 50:
+            found.append(model[3].weight.grad.numpy().reshape(-1).copy())
+        sgd.step()
+    return found
+
+
+def every_input() -> dict[str, list[np.ndarray]]:
+    random = np.random.default_rng(0)
+    draw = {
+        "normal": random.standard_normal,
+        "exponential": random.standard_exponential,
+        "uniform": lambda n: random.uniform(-1, 1, n),
+    }
+    found = {
+        name: [of(ELEMENTS).astype(np.float32) for _ in range(DRAWS)] for name, of in draw.items()
+    }
+    return found | {"gradient": gradients()}
+
+
+class Loss(NamedTuple):
+    """Bits an element; the relative error as it is, and at the scale that makes it least."""
+
+    bits: float
+    error: float
+    scaled: float
+
+    def text(self) -> str:
+        scaled = f" ({self.scaled:.3f})" if self.error - self.scaled > 5e-4 else ""
+        return f"{self.error:.3f}{scaled}"
+
+
+def loss(via: Any, xs: list[np.ndarray]) -> Loss:
+    """Means over the inputs."""
+    found = []
+    for x in xs:
+        reducer = Reducer(chain(via=via), LocalEngine())
+        c = reducer.reduce({"x": x})["x"].astype(np.float64)
+        square = float(x.astype(np.float64) @ x)
+        sent = reducer.stats().total.bytes_sent
+        least = 1 - float(c @ x) ** 2 / (float(c @ c) * square)
+        found.append((8 * sent / len(x), float(((c - x) ** 2).sum()) / square, least))
+    return Loss(*(statistics.mean(column) for column in zip(*found, strict=True)))
+
+
+def inputs(options: argparse.Namespace) -> None:
+    xs = every_input()
+    figure, panels = plt.subplots(1, 4, figsize=(16, 4.4), sharey=True, layout="constrained")
+    rows, kept = [], {}
+    for family, members in families().items():
+        found = {member: [loss(via, own) for own in xs.values()] for member, via in members.items()}
+        for member, losses in found.items():
+            texts = [one.text() for one in losses]
+            rows.append((f"{family} {member}".strip(), f"{losses[0].bits:.2f}", *texts))
+        for axes, losses in zip(panels, zip(*found.values(), strict=True), strict=True):
+            axes.plot(*zip(*((x.bits, x.scaled) for x in losses), strict=True), "o-", label=family)
+        if "1.0%" in found:
+            kept[family] = [1 - one.error for one in found["1.0%"]]
+    for density in DENSITIES:
+        known = [f"{1 - kept_by_top_k(density, name):.3f}" for name in xs if name != "gradient"]
+        rows.append((f"top-k {density:.1%}, in theory", "", *known, ""))
+    print(f"relative errors; in brackets at the best scale. {DRAWS} draws of each input\n")
+    print(text_table(("operator", "bits", *xs), rows))
+    shares = zip(xs, kept["top-k"], kept["random-k"], strict=True)
+    print("\nof |x|^2, 1 % by top-k keep so many times what random ones keep:", end=" ")
+    print("; ".join(f"{name} {own / drawn:.1f}" for name, own, drawn in shares))
+    for axes, name in zip(panels, xs, strict=True):
+        title = f"{name} inputs" if name != "gradient" else "gradient of a network"
+        axes.set(xscale="log", yscale="log", xlabel="bits an element", title=title)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("relative error, at the best scale")
+    panels[-1].legend(fontsize="small")
+    save(figure, options.output)
 
 
 def main() -> None:
-    problem = Regression(engine.size, options.split, options.l2)
-    every = operators(problem.d)
-    rows, chosen = {}, {}
-    total = len(every) * (len(options.rates) + 1)
-    with tqdm(total=total, disable=engine.rank != 0, ncols=90, mininterval=1) as bar:
-        for operator in every:
-            bar.set_postfix_str(operator.name)
-            runs = []
-            rates = [rate / problem.smoothness for rate in options.rates]
-            for rate in (*rates, operator.theory(problem)):
-                runs.append(descend(problem, operator, rate))
-                bar.update()
-            *paths, theory = runs
-            delta = operator.classes.own_delta
-            rows[operator.name] = cells(delta, paths, theory, problem.smoothness)
-            chosen[operator.name] = favourite(paths)
-    if engine.rank:
-        return
-    print(
-        f"\n{problem.d} weights, {engine.size} ranks, {options.split}; L / mu = "
-        f"{problem.smoothness / options.l2:.0f}; density {options.density}, "
-        f"{options.levels} levels\n"
-        "kB that a rank sent until (f - f*) / (f(0) - f*) is so small and stays so, by the best of "
-        f"the steps {', '.join(f'{rate:g}' for rate in options.rates)} / L:\n"
+    parser = parser_of(__doc__)
+    parser.add_argument("study", choices=("descent", "inputs"))
+    parser.add_argument("--ranks", type=positive, default=4, help="when started without mpirun")
+    parser.add_argument(
+        "--split",
+        choices=["shuffled", "labels"],
+        default="shuffled",
+        help="which digits a rank has: any, or few kinds of them, so that gradients differ more",
     )
-    print(table(rows))
-    dense = 4 * problem.d
-    print(
-        f"\na dense step is {human_bytes(dense)}; step * L: what is best to 1e-3; theory: "
-        "the step that is proved to work, times L, and the error that it leaves"
+    parser.add_argument("--steps", type=positive, default=400, help="at most, for each step size")
+    parser.add_argument(
+        "--rates",
+        type=above_zero,
+        nargs="+",
+        default=[2, 4, 8, 16],
+        metavar="R",
+        help="step sizes to try, in units of 1 / L",
     )
-    title = f"Digits, {engine.size} ranks, {options.split}; step best to 1e-3"
-    picture(chosen, title, options.output)
-    print(f"picture: {options.output.resolve()}")
+    parser.add_argument(
+        "--output", type=picture_file, default=Path("results/biased_compression.png")
+    )
+    options = parser.parse_args()
+    (descent if options.study == "descent" else inputs)(options)
 
 
 if __name__ == "__main__":

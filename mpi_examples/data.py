@@ -1,7 +1,9 @@
-"""Data sets for the examples: scikit-learn's digits, which need no download, MNIST and CIFAR-10.
+"""Data for the examples: scikit-learn's digits, which need no download, MNIST, and texts.
 
-Each gives images to train on and to test with, then their labels: float32 arrays of shape (n,
-channels, height, width), standardised over the images to train on, and int64.
+Data sets of images are those to train on and to test with, then their labels: float32 arrays of
+shape (n, channels, height, width), standardised over the images to train on, and int64.  Texts are
+numbers of words: Penn Treebank from its usual files, and Python's standard library, which is there
+wherever Python is.
 """
 
 from __future__ import annotations
@@ -10,14 +12,19 @@ import argparse
 import gzip
 import math
 import os
-import pickle
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+if TYPE_CHECKING:
+    import torch
+
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-#: files of CIFAR-10
-TRAINING, TEST = [f"data_batch_{i}" for i in range(1, 6)], "test_batch"
 #: files of MNIST, compressed or not
 MNIST = (
     *("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -98,33 +105,148 @@ def mnist(folder: Path) -> Arrays:
     return (x - mean) / std, (x_test - mean) / std, y.astype(np.int64), y_test.astype(np.int64)
 
 
-def cifar10_folder(text: str) -> Path:
-    """The folder with CIFAR-10's files, of a command line; checked there, before ranks start."""
-    outer = Path(text).expanduser()
-    inner = outer / "cifar-10-batches-py"
-    folder = inner if inner.is_dir() else outer
-    missing = [name for name in [*TRAINING, TEST] if not (folder / name).is_file()]
-    if missing:
-        raise argparse.ArgumentTypeError(
-            f"{folder} has no {missing[0]}: --data-dir wants the folder that the Python version of "
-            "CIFAR-10 unpacks to, with data_batch_1 to data_batch_5 and test_batch in it"
-        )
+#: files of Penn Treebank
+PTB = ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt")
+#: of the standard library's words, so many are known; all others are ``<unk>``
+WORDS = 1000
+_WORD = re.compile(r"\w+|\n *|[^\w\s]")  # the end of a line with the indentation of the next
+
+
+class Corpus(NamedTuple):
+    """Numbers of words, int64 arrays of shape (n,), all below ``words``."""
+
+    train: np.ndarray
+    valid: np.ndarray
+    test: np.ndarray
+    words: int
+
+
+def ptb_folder(text: str) -> Path:
+    """The folder with Penn Treebank's files, of a command line; checked there, before ranks
+    start."""
+    folder = Path(text).expanduser()
+    for name in PTB:
+        if not (folder / name).is_file():
+            raise argparse.ArgumentTypeError(
+                f"{folder} has no {name}: --data wants the folder with {', '.join(PTB)} in it"
+            )
     return folder
 
 
-def cifar10(folder: Path) -> Arrays:
-    """CIFAR-10 from its usual files: ``data_batch_1`` to ``_5`` and ``test_batch``."""
+def penn_treebank(folder: Path) -> Corpus:
+    """Words between blanks; the end of a line is the word ``<eos>``.  All words of the training
+    text are known."""
+    texts = [(folder / name).read_text("utf-8").replace("\n", " <eos> ") for name in PTB]
+    return numbered([text.split() for text in texts])
 
-    def read(name: str) -> tuple[np.ndarray, list[int]]:
-        batch = pickle.loads((folder / name).read_bytes(), encoding="bytes")
-        return batch[b"data"], batch[b"labels"]
 
-    def arrays(names: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        batches = [read(name) for name in names]
-        pixels = np.concatenate([images for images, _ in batches]).reshape(-1, 3, 32, 32)
-        labels = np.concatenate([labels for _, labels in batches])
-        return pixels.astype(np.float32) / 255, labels.astype(np.int64)
+def standard_library(words: int = WORDS) -> Corpus:
+    """The modules at the top of this Python's library: every eighth to train on, and of the others
+    one in 32 to validate and one to test with.  So many words are known."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    if len(files) < 20:
+        raise SystemExit("this Python has no sources of its library: name a text with --data")
+    return numbered([_words(files[0::8]), _words(files[1::32]), _words(files[2::32])], words)
 
-    (x, y), (x_test, y_test) = arrays(TRAINING), arrays([TEST])
-    mean, std = x.mean((0, 2, 3), keepdims=True), x.std((0, 2, 3), keepdims=True)
-    return (x - mean) / std, (x_test - mean) / std, y, y_test
+
+def _words(files: list[Path]) -> Iterable[str]:
+    for file in files:
+        # Of a blank line nothing can be learnt.
+        yield from _WORD.findall(re.sub(r"\n\s*\n", "\n", file.read_text("utf-8")))
+
+
+def numbered(texts: list[Iterable[str]], most: int | None = None) -> Corpus:
+    """Training, validation and test text.  The ``most`` frequent words of the first are numbered
+    from 1, with words of equal count in the order of their first appearance; 0 are all others."""
+    train, valid, test = map(list, texts)
+    known = [word for word, _ in Counter(train).most_common(most) if word != "<unk>"]
+    numbers = {word: number for number, word in enumerate(known, start=1)}
+    found = (np.array([numbers.get(w, 0) for w in text], np.int64) for text in (train, valid, test))
+    return Corpus(*found, words=1 + len(known))
+
+
+def columns(text: np.ndarray, batch: int, rank: int, size: int) -> torch.Tensor:
+    """A rank's part, shape (words, batch): each column is a piece of the text."""
+    import torch
+
+    count = size * batch
+    length = len(text) // count
+    if length < 2:
+        raise SystemExit(f"{len(text)} words are too few for {count} columns: --batch-size")
+    pieces = text[: count * length].reshape(count, length)[rank::size]
+    return torch.from_numpy(pieces.T.copy())
+
+
+def segments(text: torch.Tensor, length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What is read between two steps, and each word's following one."""
+    for at in range(0, len(text) - 1, length):
+        following = text[at + 1 : at + 1 + length]
+        yield text[at : at + len(following)], following
+
+
+class Regression:
+    """A convex problem of several ranks: softmax regression on the digits with an L2 term.
+
+    Args:
+        ranks: each has as many images.
+        split: "shuffled", or "labels" for few kinds of digits on a rank.
+        l2: weight of the regulariser, which is also mu.
+
+    Attributes:
+        smoothness: L of the mean of the ranks' functions.
+        own_smoothness: the root of the mean square of the L of the ranks' functions.
+        largest_smoothness: the largest of them.
+        least, most: the minimum, and the value at ``start``.
+    """
+
+    def __init__(self, ranks: int, split: str = "shuffled", l2: float = 0.05) -> None:
+        from scipy.optimize import minimize
+        from sklearn.datasets import load_digits
+
+        x, labels = load_digits(return_X_y=True)
+        x = (x - x.mean()) / x.std()
+        x = np.column_stack([x, np.ones(len(x))])
+        order = np.random.default_rng(0).permutation(len(x))
+        if split == "labels":
+            order = np.argsort(labels, kind="stable")
+        order = order[: len(x) // ranks * ranks]
+        self.ranks, self.l2 = ranks, l2
+        self.x = x[order].reshape(ranks, -1, 65)
+        self.y = np.eye(10)[labels[order]].reshape(ranks, -1, 10)
+        # The Hessian of the softmax is at most 1/2.
+        grams = np.einsum("rna,rnb->rab", self.x, self.x) / self.x.shape[1]
+        own = np.linalg.eigvalsh(grams)[:, -1] / 2 + l2
+        self.own_smoothness = math.sqrt(np.mean(own**2))
+        self.largest_smoothness = float(own.max())
+        self.smoothness = float(np.linalg.eigvalsh(grams.mean(0))[-1]) / 2 + l2
+        self.d = 650
+        self.start = np.zeros(self.d)
+        found = minimize(
+            lambda w: (self.value(w), self.mean_gradient(w)),
+            self.start,
+            jac=True,
+            method="L-BFGS-B",
+            options={"maxiter": 5000, "ftol": 1e-16, "gtol": 1e-10},
+        )
+        self.least, self.most = found.fun, self.value(self.start)
+
+    def value(self, w: np.ndarray) -> float:
+        z = self.x @ w.reshape(65, 10)
+        top = z.max(2)
+        log_sum = np.log(np.exp(z - top[..., None]).sum(2)) + top
+        return float((log_sum - (z * self.y).sum(2)).mean() + self.l2 / 2 * w @ w)
+
+    def gradient(self, w: np.ndarray, rank: int, images: slice = slice(None)) -> np.ndarray:
+        """Of one rank's part, or of some of its images."""
+        x, y = self.x[rank, images], self.y[rank, images]
+        z = x @ w.reshape(65, 10)
+        p = np.exp(z - z.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        return (x.T @ (p - y) / len(x)).reshape(-1) + self.l2 * w
+
+    def mean_gradient(self, w: np.ndarray) -> np.ndarray:
+        return np.mean([self.gradient(w, rank) for rank in range(self.ranks)], axis=0)
+
+    def error(self, w: np.ndarray) -> float:
+        """How much of f(start) - f(best) is left."""
+        return (self.value(w) - self.least) / (self.most - self.least)

@@ -1,22 +1,32 @@
-"""What the training examples have in common: options, methods to compare, the table at the end."""
+"""What the examples have in common that compare compressions: options, methods, and the end."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from hvd_compress import LGC, Compressor, ConfigError, as_compressor, methods, warmup_to
+from hvd_compress import (
+    LGC,
+    Compressor,
+    ConfigError,
+    NeedsTuning,
+    as_compressor,
+    method_names,
+    methods,
+    warmup_to,
+)
 from hvd_compress.cli.options import picture_file
-from mpi_examples.budget import everything
-from mpi_examples.data import cifar10_folder
-from mpi_examples.report import Run, behind, picture, reached, save_runs, table
-from mpi_examples.study import check_counts
+from hvd_compress.config import lookup
+from mpi_examples.report import Run, picture, reached, table
+from mpi_examples.study import study_parser
 
 TOP_K = (
     methods.DGC,
@@ -26,12 +36,25 @@ TOP_K = (
     methods.ScaleCom,
     methods.TopK,
 )
+#: of ``--compression all``, options where neither defaults nor a density of 1 % are the budget
+OPTIONS = {
+    "powersgd": "rank=2",
+    "randomk": "",
+    "lgc": "density=0.01,learn=20,code=100",
+}
+#: methods that are a part of an optimizer: what this is made with
+PARTNERS: dict[str, dict[str, Any]] = {
+    "OneBitAdam": {"lr": 1e-3, "freeze_step": 60, "eps": 1e-3},
+    "ZeroOneAdam": {"lr": 1e-3, "var_freeze_step": 60, "eps": 1e-3},
+}
+#: of the learning rate, for methods whose steps do not shrink with the gradient
+RATES = {"signsgd": 0.004, "signum": 0.01}
+warnings.simplefilter("ignore", NeedsTuning)  # of those rates
 
 
 def parser_of(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = study_parser(doc, epochs=epochs, lr=0.05)
+    parser.set_defaults(seeds=seeds)
     parser.add_argument(
         "--compression",
         nargs="+",
@@ -50,22 +73,13 @@ def parser_of(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.Arg
         default=4,
         help="epochs in which the density falls and the learning rate rises",
     )
-    parser.add_argument("--epochs", type=int, default=epochs)
-    parser.add_argument("--seeds", type=int, default=seeds, help="runs per method")
-    parser.add_argument("--batch-size", type=int, default=16, help="per rank")
-    parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--ranks", type=int, default=4, help="when started without a launcher")
     parser.add_argument("--output", type=picture_file, default=Path(output), help="the picture")
-    parser.add_argument("--results", type=Path, help="where to write each run's end as JSON")
     return parser
 
 
-def horovod_parser(
-    doc: str, output: str, models: list[str], *, epochs: int, seeds: int
-) -> argparse.ArgumentParser:
-    """For the examples that run on Horovod; the first model is the default."""
+def horovod_parser(doc: str, output: str, *, epochs: int, seeds: int) -> argparse.ArgumentParser:
+    """For the examples that run on Horovod."""
     parser = parser_of(doc, output, epochs=epochs, seeds=seeds)
-    parser.add_argument("--model", choices=models, default=models[0])
     parser.add_argument(
         "--controller",
         choices=["gloo", "mpi"],
@@ -75,19 +89,12 @@ def horovod_parser(
     return parser
 
 
-def digits_parser(doc: str, models: list[str]) -> argparse.ArgumentParser:
-    parser = horovod_parser(doc, "results/digits.png", models, epochs=30, seeds=3)
-    parser.add_argument("--data-dir", type=cifar10_folder, help="CIFAR-10 in its usual files")
-    return parser
-
-
 def parse(parser: argparse.ArgumentParser, partners: bool = False) -> argparse.Namespace:
     """The command line, checked, with ``methods`` by what the user called them; ``partners``: the
     example knows methods that need an optimizer of their own."""
     if parser.parse_args().compression == ["all"]:
         parser.set_defaults(epochs=min(10, parser.get_default("epochs")), seeds=1)
     options = parser.parse_args()
-    check_counts(parser, options, "epochs", "seeds", "batch_size", "ranks")
     if options.compression == ["all"]:
         options.compression = everything(partners)
     try:
@@ -100,6 +107,18 @@ def parse(parser: argparse.ArgumentParser, partners: bool = False) -> argparse.N
     return options
 
 
+def everything(partners: bool) -> list[str]:
+    """All methods that can be named, the dense one first; ``partners``: also those that need an
+    optimizer of their own.  Those that choose elements send 1 %, all others have their defaults."""
+    found = []
+    for name in sorted(method_names(), key=lambda name: (name != "none", name)):
+        method = lookup("method", name)
+        if partners or method.partner is None:
+            text = OPTIONS.get(name, "density=0.01" if hasattr(method, "density") else "")
+            found.append(f"{name}:{text}" if text else name)
+    return found
+
+
 def compressor(text: str, density: float, warmup_epochs: int) -> Compressor:
     """A method by name; top-k methods get the density of the command line and a warm-up to it."""
     method = as_compressor(text)
@@ -109,6 +128,11 @@ def compressor(text: str, density: float, warmup_epochs: int) -> Compressor:
         except ConfigError:  # LGC is trained for one density
             return dataclasses.replace(method, density=density)
     return method
+
+
+def rate_of(method: str) -> float:
+    """What to multiply the learning rate with."""
+    return RATES.get(method.partition(":")[0], 1.0)
 
 
 def compare(
@@ -129,11 +153,6 @@ def compare(
         print(table(runs))
         if line := reached(runs):
             print(line)
-        cut_short = options.epochs <= options.warmup_epochs
-        if cut_short:
+        if options.epochs <= options.warmup_epochs:
             print("The warm-up was not over: learning rates were rising, densities falling.")
-        print(behind(runs, cut_short))
         picture(runs, options.output)
-        if options.results:
-            save_runs(runs, options.results)
-        print(f"\npicture: {options.output.resolve()}")

@@ -1,6 +1,8 @@
-"""Models for the examples."""
+"""Models for the examples, of images and of texts."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import nn
@@ -24,15 +26,15 @@ def cnn(shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 def mlp(shape: tuple[int, int, int], classes: int) -> nn.Module:
     """Three linear layers of 1024; 1.13 million parameters on 8 x 8 digits."""
-    inputs = shape[0] * shape[1] * shape[2]
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(inputs, 1024),
-        nn.ReLU(),
-        nn.Linear(1024, 1024),
-        nn.ReLU(),
-        nn.Linear(1024, classes),
-    )
+    return perceptron(shape[0] * shape[1] * shape[2], 1024, 1024, classes)
+
+
+def perceptron(*widths: int) -> nn.Module:
+    """A small network: linear layers of these widths, from inputs to classes."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in itertools.pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 @torch.no_grad()
@@ -41,39 +43,54 @@ def accuracy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
     return 100 * (model.eval()(x).argmax(1) == y).float().mean().item()
 
 
-class _Block(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+# -- language models: each gives logits for the next word, and its state --------------------------
+
+State = tuple[torch.Tensor, ...] | None
+
+
+class LSTM(nn.Module):
+    """Two layers, and one matrix to read and to write words with (Press and Wolf, 2017)."""
+
+    def __init__(self, words: int, width: int, length: int, dropout: float) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(),
-            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(outputs),
+        self.embedding, self.output = _tied(words, width)
+        self.layers = nn.LSTM(width, width, 2, dropout=dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, words: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        """Logits for words of shape (length, batch); gradients do not reach the state before."""
+        if state is not None:
+            state = tuple(part.detach() for part in state)
+        hidden, state = self.layers(self.dropout(self.embedding(words)), state)
+        return self.output(self.dropout(hidden)), state
+
+
+class Transformer(nn.Module):
+    """Two layers with normalisation before each part; it has no state from text to text."""
+
+    def __init__(self, words: int, width: int, length: int, dropout: float) -> None:
+        super().__init__()
+        self.embedding, self.output = _tied(words, width)
+        self.position = nn.Parameter(0.1 * torch.randn(length, 1, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, norm_first=True)
+        self.layers = nn.TransformerEncoder(
+            layer, 2, norm=nn.LayerNorm(width), enable_nested_tensor=False
         )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.body(x) + self.shortcut(x))
-
-
-def resnet20(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """The small ResNet of He et al. (2016) for CIFAR-10; 0.27 million parameters."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(shape[0], 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-    ]
-    width = 16
-    for outputs, stride in ((16, 1), (32, 2), (64, 2)):
-        for block in range(3):
-            layers.append(_Block(width, outputs, stride if block == 0 else 1))
-            width = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
+    def forward(self, words: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        """Logits for words of shape (length, batch)."""
+        length = len(words)
+        hidden = self.embedding(words) + self.position[:length]
+        hidden = self.layers(hidden, self.mask[:length, :length], is_causal=True)
+        return self.output(hidden), None
 
 
-MODELS = {"cnn": cnn, "mlp": mlp, "resnet20": resnet20}
+def _tied(words: int, width: int) -> tuple[nn.Embedding, nn.Linear]:
+    embedding, output = nn.Embedding(words, width), nn.Linear(width, words)
+    nn.init.uniform_(embedding.weight, -0.1, 0.1)
+    output.weight = embedding.weight
+    return embedding, output
+
+
+TEXT_MODELS = {"lstm": LSTM, "transformer": Transformer}

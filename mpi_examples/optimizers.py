@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 
 import hvd_compress.torch as hvd
 from hvd_compress import Compressor
-from mpi_examples import budget
+from mpi_examples.demo import PARTNERS, rate_of
 
 
 def local_optimizer(
@@ -23,11 +23,11 @@ def local_optimizer(
     the method is a part of, and its compressor."""
     compression = options.methods[method]
     if compression.partner is None:
-        lr = options.lr * budget.rate(method)
+        lr = options.lr * rate_of(method)
         made = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True, **sgd)
         return made, compression
     make = getattr(hvd, compression.partner)  # 1-bit Adam and the like
-    optimizer = make(model.parameters(), **budget.PARTNERS[compression.partner])
+    optimizer = make(model.parameters(), **PARTNERS[compression.partner])
     return optimizer, optimizer.compressor()
 
 

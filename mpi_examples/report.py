@@ -1,36 +1,26 @@
-"""Tables, pictures and files at the end of the examples."""
+"""Tables and pictures at the end of the examples."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
-import json
 import math
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import numpy as np
-from matplotlib.text import Text
-from matplotlib.ticker import LogLocator, NullLocator
-from matplotlib.transforms import Bbox
 from PIL import Image
+from tqdm import tqdm
 
-from hvd_compress.cli.tables import text_table
-from hvd_compress.stats import human_bytes
-from mpi_examples.budget import reason
-from mpi_examples.study import spread
+from hvd_compress.stats import Stats
+from mpi_examples import study
 
-# Where to write beside a point: right, left, above and below it, at its corners, then between.
-_DIRECTIONS = np.array(
-    [(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1)]
-    + [(x, y) for x in (1, -1) for y in (0.5, -0.5)]
-    + [(x, y) for x in (0.5, -0.5) for y in (1, -1)]
-)
+COLORS = plt.colormaps["tab10"].colors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +60,6 @@ class Run:
     scores: list[float] = dataclasses.field(default_factory=list)  # one an epoch
     bytes_sent: list[int] = dataclasses.field(default_factory=list)  # so far, one an epoch
     dense_bytes: int = 0
-    steps: int = 0
     seconds: float = 0.0
     elapsed: list[float] = dataclasses.field(default_factory=list)  # so far, untested, one an epoch
     test: float | None = None  # where the scores are of other data than the final one
@@ -80,43 +69,47 @@ class Run:
         return self.scores[-1] if self.test is None else self.test
 
     @property
-    def bytes_a_step(self) -> float:
-        """Over the whole run, warm-up included."""
-        return self.bytes_sent[-1] / self.steps
+    def steps(self) -> int:
+        return len(self.losses)
 
-    @property
-    def bytes_a_late_step(self) -> float:
-        """In the last epoch."""
-        epochs = len(self.bytes_sent)
-        before = self.bytes_sent[-2] if epochs > 1 else 0
-        return (self.bytes_sent[-1] - before) / (self.steps / epochs)
+    def end_epoch(self, score: float, stats: Stats, bar: tqdm) -> None:
+        """Note how good the model is, and exact bytes, counted from the messages."""
+        self.scores.append(score)
+        self.bytes_sent.append(stats.total.bytes_sent)
+        self.dense_bytes = stats.total.dense_bytes
+        bar.set_postfix_str(f"{self.method}, seed {self.seed}: {self.measure.text(score)}")
+        bar.update()
+
+    def row(self) -> study.Run:
+        """The final score, bytes of the whole run and of its last epoch, and time."""
+        late = self.bytes_sent[-1] - (self.bytes_sent[-2] if len(self.bytes_sent) > 1 else 0)
+        return {
+            f"test {self.measure.name}": self.final,
+            "sent a step": self.bytes_sent[-1] / self.steps,
+            "ratio": self.dense_bytes / self.bytes_sent[-1],
+            "in last epoch": late * len(self.bytes_sent) / self.steps,
+            "late ratio": self.dense_bytes / (late * len(self.bytes_sent)),
+            "time a step": self.seconds / self.steps,
+        }
 
 
 def table(runs: list[Run]) -> str:
-    """One row a method: the final score, bytes of the whole run and of its last epoch, and time."""
+    """One row a method."""
     groups, measure = by_method(runs), runs[0].measure
-    rows = []
-    for method, group in groups.items():
-        dense = group[0].dense_bytes / group[0].steps
-        whole = statistics.mean(run.bytes_a_step for run in group)
-        late = statistics.mean(run.bytes_a_late_step for run in group)
-        rows.append(
-            (
-                method,
-                spread([run.final for run in group]) + measure.unit,
-                human_bytes(whole),
-                f"{dense / whole:.1f}x",
-                human_bytes(late),
-                f"{dense / late:.1f}x",
-                f"{statistics.median(1000 * run.seconds / run.steps for run in group):.1f} ms",
-            )
-        )
-    header = "method", f"test {measure.name}", "sent a step", "ratio", "in last epoch", "ratio"
+    columns: study.Columns = {
+        f"test {measure.name}": lambda scores: study.spread(scores) + measure.unit,
+        "sent a step": study.size,
+        "ratio": study.times,
+        "in last epoch": study.size,
+        "late ratio": study.times,
+        "time a step": study.milliseconds,
+    }
+    rows = {method: [run.row() for run in group] for method, group in groups.items()}
     seeds = max(map(len, groups.values()))
     end = (
         f"{seeds} runs a method; +- is one standard deviation" if seeds > 1 else "one run a method"
     )
-    return f"{text_table((*header, 'time a step'), rows)}\n{end}"
+    return f"{study.table(rows, columns)}\n{end}"
 
 
 def reached(runs: list[Run], points: float = 1.0) -> str:
@@ -137,51 +130,15 @@ def reached(runs: list[Run], points: float = 1.0) -> str:
     return f"{measure.text(measure.score(bound))} after: {', '.join(found)}"
 
 
-def behind(runs: list[Run], cut_short: bool = False, points: float = 1.0) -> str:
-    """Methods that end worse than the dense run by more than so many points, and why that may be;
-    ``cut_short``: because the runs ended before their warm-up did."""
-    measure = runs[0].measure
-    errors = {
-        method: measure.error(statistics.mean(run.final for run in group))
-        for method, group in by_method(runs).items()
-    }
-    dense = errors.get("none", math.inf)
-    side = "below" if measure.best else "above"
-    early = "the warm-up was cut short: more --epochs, or fewer --warmup-epochs"
-    lines = [
-        f"{method}: {error - dense:.1f} points {side} none; "
-        + (early if cut_short else reason(method))
-        for method, error in errors.items()
-        if error > dense + points
-    ]
-    return "\n".join(["", *lines, ""]) if lines else ""
-
-
-def save_runs(runs: list[Run], path: Path) -> None:
-    """As JSON, for accuracy.py: what each run ended with, and what it cost."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = [
-        {
-            "method": run.method,
-            "seed": run.seed,
-            "measure": dataclasses.asdict(run.measure),
-            "final": run.final,
-            "bytes_a_step": run.bytes_a_step,
-            "bytes_a_late_step": run.bytes_a_late_step,
-            "dense_bytes_a_step": run.dense_bytes / run.steps,
-            "seconds_a_step": run.seconds / run.steps,
-            "scores": run.scores,
-            "elapsed": run.elapsed,
-        }
-        for run in runs
-    ]
-    path.write_text(json.dumps(found, indent=1) + "\n")
-
-
 def picture(runs: list[Run], path: Path) -> None:
     """Scores over bytes sent, and training loss over steps; of many methods, what they end with."""
     groups = by_method(runs)
-    save(_ends(groups) if len(groups) > 6 else _courses(groups), path)
+    if len(groups) > len(COLORS):
+        rows = {method: [run.row() for run in group] for method, group in groups.items()}
+        figure = bars(rows, "sent a step", f"test {runs[0].measure.name}")
+    else:
+        figure = _courses(groups)
+    save(figure, path)
 
 
 def _courses(groups: dict[str, list[Run]]) -> plt.Figure:
@@ -189,7 +146,7 @@ def _courses(groups: dict[str, list[Run]]) -> plt.Figure:
     size = (11 + 5 * timed, 4.2)
     figure, panels = plt.subplots(1, 2 + timed, figsize=size, layout="constrained")
     left, right = panels[0], panels[1]
-    for color, (method, group) in zip(plt.colormaps["tab10"].colors, groups.items(), strict=False):
+    for color, (method, group) in zip(COLORS, groups.items(), strict=False):
         for number, run in enumerate(group):
             style = {"color": color, "alpha": 0.8, "label": None if number else method}
             megabytes = [count / 2**20 for count in run.bytes_sent]
@@ -211,87 +168,41 @@ def _courses(groups: dict[str, list[Run]]) -> plt.Figure:
     return figure
 
 
-def _ends(groups: dict[str, list[Run]]) -> plt.Figure:
-    """Scores against bytes.  Most methods are near the dense one: the scale is that of errors."""
-    measure = next(iter(groups.values()))[0].measure
-    figure, axes = plt.subplots(figsize=(11, 6.5), layout="constrained")
-    names: dict[tuple[float, float], str] = {}
-    for method, group in groups.items():
-        kib = statistics.mean(run.bytes_a_step for run in group) / 2**10
-        kib = float(f"{kib:.2g}")  # so that what is almost in one place has one label
-        wrong = measure.error(statistics.mean(run.final for run in group))
-        place = kib, max(wrong, 0.1)  # none at all has no place on this scale
-        name = method.partition(":")[0]
-        names[place] = f"{names[place]}, {name}" if place in names else name
-    kibs, errors = zip(*names, strict=True)
-    colors = ["black" if name.startswith("none") else "tab:blue" for name in names.values()]
-    axes.scatter(kibs, errors, c=colors)
-    axes.set(xscale="log", yscale="log", ylim=(0.9 * min(errors), 1.2 * max(errors)))
-    axes.invert_yaxis()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda error, _: f"{measure.score(error):.4g}")
-    axes.set(xlabel="sent by one rank [KiB a step]", ylabel=measure.axis("final test"))
-    axes.set_title(f"{measure.name.capitalize()} against bytes")
-    axes.grid(alpha=0.3)
-    label(axes, names)
+def bars(
+    runs: Mapping[str, list[dict[str, Any]]],
+    sent: str,
+    end: str,
+    families: Mapping[str, str] | None = None,
+) -> plt.Figure:
+    """Draw two columns of a study's table side by side, a line for each name: bytes, and what runs
+    ended with, with one standard deviation.  Names of a family have one colour."""
+    height = 1.5 + 0.22 * len(runs)
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10, height), sharey=True, layout="constrained"
+    )
+    kinds = list(dict.fromkeys((families or {}).values()))
+    for name, group in runs.items():
+        family = (families or {}).get(name)
+        color = COLORS[kinds.index(family) if family else 0]
+        label = None if family in left.get_legend_handles_labels()[1] else family
+        kibs = statistics.mean(run[sent] for run in group) / 2**10
+        left.barh(name, kibs, color=color, label=label)
+        ends = [run[end] for run in group]
+        deviation = statistics.stdev(ends) if len(ends) > 1 else 0.0
+        right.errorbar(statistics.mean(ends), name, xerr=deviation, fmt="o", color=color, capsize=2)
+    left.invert_yaxis()
+    left.set(xscale="log", xlabel="sent by one rank [KiB a step]")
+    right.set(xlabel=end)
+    right.grid(alpha=0.3)
+    left.grid(alpha=0.3, axis="x")
+    if families:
+        figure.legend(loc="outside lower center", ncols=4, fontsize="small")
     return figure
 
 
-def label(
-    axes: plt.Axes,
-    names: dict[tuple[float, float], str],
-    deviations: dict[tuple[float, float], float] | None = None,
-) -> list[plt.Annotation]:
-    """Write a name beside each point, as near as it can be without covering a point, a name, the
-    legend or an error bar; where there is no such place, as near as it can be on an error bar."""
-    axes.figure.draw_without_rendering()  # until then nothing has its place
-    pixels = axes.figure.dpi / 72  # of a point, the unit of lengths in print
-    spots = {place: axes.transData.transform(place) for place in names}
-    taken = [Bbox([spot - 4 * pixels, spot + 4 * pixels]) for spot in spots.values()]
-    if (legend := axes.get_legend()) is not None:
-        taken.append(legend.get_window_extent())
-    ends = [
-        axes.transData.transform([(x, y - own), (x, y + own)])
-        for (x, y), own in (deviations or {}).items()
-    ]
-    bars = [Bbox([low - 3 * pixels, high + 3 * pixels]) for low, high in ends]
-    labels = []
-    for place, name in sorted(names.items()):
-        text = axes.annotate(
-            name,
-            place,
-            (0, 0),
-            textcoords="offset points",
-            fontsize=8,
-            ha="center",
-            va="center",
-            arrowprops={"arrowstyle": "-", "color": "gray", "lw": 0.5},
-        )
-        size = np.array(Text.get_window_extent(text).size) + 2 * pixels
-        around = itertools.product(range(5, 160, 5), _DIRECTIONS)
-        offsets = [direction * (size / 2 + distance * pixels) for distance, direction in around]
-        boxes = [
-            (offset, Bbox.from_bounds(*(spots[place] + offset - size / 2), *size))
-            for offset in offsets
-        ]
-        free = [
-            (offset, box)
-            for offset, box in boxes
-            if axes.bbox.contains(*box.min)
-            and axes.bbox.contains(*box.max)
-            and not box.count_overlaps(taken)
-        ]
-        clear = [(offset, box) for offset, box in free if not box.count_overlaps(bars)]
-        offset, box = (clear or free or boxes)[0]
-        text.set_position(offset / pixels)
-        taken.append(box)
-        labels.append(text)
-    return labels
-
-
 def save(figure: plt.Figure, path: Path) -> None:
-    """Write a picture and forget it; PNG with few colours, which is a fraction of the size."""
+    """Write a picture, say where, and forget it; PNG with few colours, which is a fraction of the
+    size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     if path.suffix == ".png":
@@ -300,6 +211,7 @@ def save(figure: plt.Figure, path: Path) -> None:
     else:
         figure.savefig(path)
     plt.close(figure)
+    print(f"\npicture: {path.resolve()}")
 
 
 def by_method(runs: list[Run]) -> dict[str, list[Run]]:

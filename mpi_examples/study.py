@@ -1,29 +1,50 @@
-"""What the examples have in common that train several methods with several seeds."""
+"""What examples have in common that train in several ways, with several seeds."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from tqdm import tqdm
 
-Run = TypeVar("Run")
+from hvd_compress.cli.options import parser_of, positive
+from hvd_compress.cli.tables import text_table
+from hvd_compress.stats import human_bytes
+
+#: what a run ended with and what it cost, by the heads of the table's columns
+Run = dict[str, Any]
+#: heads of columns, and what a column shows of the values of several seeds
+Columns = Mapping[str, Callable[[Sequence[Any]], str]]
 
 
-def check_counts(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
-    """Refuse options of these names that are less than 1."""
-    for name in names:
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+def study_parser(
+    doc: str | None, *, epochs: int = 4, lr: float | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser of the options that all have; with a learning rate, of what a rank does."""
+    parser = parser_of(doc)
+    parser.add_argument("--epochs", type=positive, default=epochs)
+    parser.add_argument("--seeds", type=positive, default=3, help="runs of each")
+    parser.add_argument("--ranks", type=positive, default=4, help="when started without mpirun")
+    if lr is not None:
+        parser.add_argument("--lr", type=above_zero, default=lr)
+        parser.add_argument("--batch-size", type=positive, default=16, help="per rank")
+    return parser
+
+
+def above_zero(text: str) -> float:
+    """Return a number above 0, of a command line."""
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0; got {text}")
+    return value
 
 
 def each_run(
     names: Iterable[str], seeds: int, train: Callable[[str, int], Run], rank: int
 ) -> dict[str, list[Run]]:
-    """Train each with every seed, and return the runs by name; rank 0 shows a bar."""
+    """Train in each way with every seed, and return the runs by name; rank 0 shows a bar."""
     runs: dict[str, list[Run]] = {name: [] for name in names}
     with tqdm(total=len(runs) * seeds, unit="run", disable=rank != 0, ncols=90) as bar:
         for seed in range(seeds):
@@ -34,13 +55,45 @@ def each_run(
     return runs
 
 
+def table(runs: Mapping[str, list[Run]], columns: Columns, head: str = "method") -> str:
+    """Return a table with a row for each way to train."""
+    rows = [
+        (name, *(show([run[column] for run in group]) for column, show in columns.items()))
+        for name, group in runs.items()
+    ]
+    return text_table((head, *columns), rows)
+
+
 def rate(done: float) -> float:
     """Return what to multiply the learning rate with when that share of a run is done: up within a
     tenth, and down along a cosine to a tenth and not to 0, by which SlowMo divides."""
     return min(0.55 + 0.45 * math.cos(math.pi * done), 0.1 + 9 * done)
 
 
+# -- what columns show --------------------------------------------------------------------------
+
+
 def spread(values: Sequence[float], digits: int = 2) -> str:
     """Return the mean and, of several values, one standard deviation."""
     text = f"{statistics.mean(values):.{digits}f}"
     return f"{text} +- {statistics.stdev(values):.{digits}f}" if len(values) > 1 else text
+
+
+def percent(values: Sequence[float]) -> str:
+    return f"{spread(values)} %"
+
+
+def size(values: Sequence[float]) -> str:
+    return human_bytes(statistics.mean(values))
+
+
+def times(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):.1f}x" if math.isfinite(statistics.mean(values)) else "-"
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    return f"{1000 * statistics.median(seconds):.1f} ms"
+
+
+def first(values: Sequence[Any]) -> str:
+    return str(values[0])

@@ -2,7 +2,6 @@
 
     python -m mpi_examples.train_digits
     python -m mpi_examples.train_digits --compression dgc topk --density 0.01 --epochs 10
-    python -m mpi_examples.train_digits --data-dir ~/cifar-10-batches-py --model resnet20
     horovodrun -np 16 -H node1:8,node2:8 python -m mpi_examples.train_digits
 
 What turns data-parallel training with Horovod into compressed training is marked with (1) to (4).
@@ -20,12 +19,13 @@ from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
 from hvd_compress.integrations.launch import under_horovodrun
-from mpi_examples.data import cifar10, digits
-from mpi_examples.demo import compare, digits_parser, parse
-from mpi_examples.models import MODELS
+from mpi_examples.data import digits
+from mpi_examples.demo import compare, horovod_parser, parse
+from mpi_examples.models import accuracy, cnn
 from mpi_examples.report import Run
 
-options = parse(digits_parser(__doc__, list(MODELS)), partners=True)
+parser = horovod_parser(__doc__, "results/digits.png", epochs=30, seeds=3)
+options = parse(parser, partners=True)
 under_horovodrun(options.ranks, options.controller)
 
 # (1) Everything of horovod.torch, plus the compressors.
@@ -36,14 +36,13 @@ from mpi_examples.optimizers import local_optimizer, warmup_and_cosine
 def train(method: str, seed: int, bar: tqdm) -> Run:
     """One run; the returned record means something on rank 0."""
     torch.manual_seed(seed)
-    arrays = cifar10(options.data_dir) if options.data_dir else digits(seed)
-    x_train, x_test, y_train, y_test = map(torch.from_numpy, arrays)
-    train_set, test_set = TensorDataset(x_train, y_train), TensorDataset(x_test, y_test)
+    x_train, x_test, y_train, y_test = map(torch.from_numpy, digits(seed))
+    train_set = TensorDataset(x_train, y_train)
     sampler = DistributedSampler(train_set, hvd.size(), hvd.rank(), seed=seed, drop_last=True)
     loader = DataLoader(train_set, options.batch_size, sampler=sampler, drop_last=True)
     if not len(loader):
         raise SystemExit("no full batch for each rank: use a smaller --batch-size")
-    model = MODELS[options.model](tuple(x_train.shape[1:]), int(y_train.max()) + 1)
+    model = cnn((1, 8, 8), 10)
 
     # (2) The compressor takes the optimizer's momentum over and corrects it.
     optimizer, compression = local_optimizer(model, method, options, weight_decay=1e-4)
@@ -70,26 +69,13 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
         if hasattr(optimizer, "synchronize_parameters"):  # with 0/1 Adam they may differ
             optimizer.synchronize_parameters()
         if hvd.rank() == 0:
-            run.scores.append(accuracy(model, test_set))
             # (4) Exact bytes, counted from the messages.
-            run.bytes_sent.append(optimizer.compression.stats().total.bytes_sent)
-            bar.set_postfix_str(f"{method}, seed {seed}: {run.scores[-1]:.1f} %")
-            bar.update()
+            run.end_epoch(accuracy(model, x_test, y_test), optimizer.compression.stats(), bar)
     run.seconds = time.perf_counter() - start
-    run.steps = len(run.losses)
-    run.dense_bytes = optimizer.compression.stats().total.dense_bytes
     return run
-
-
-@torch.no_grad()
-def accuracy(model: torch.nn.Module, dataset: TensorDataset) -> float:
-    model.eval()
-    right = sum((model(x).argmax(1) == y).sum().item() for x, y in DataLoader(dataset, 512))
-    return 100 * right / len(dataset)
 
 
 if __name__ == "__main__":
     hvd.init()
-    where = "CIFAR-10" if options.data_dir else "scikit-learn's digits"
-    title = f"{options.model} on {where}, {hvd.size()} ranks, {options.epochs} epochs"
+    title = f"scikit-learn's digits, {hvd.size()} ranks, {options.epochs} epochs"
     compare(train, options, hvd.rank(), title)

@@ -18,9 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from hvd_compress.integrations.launch import under_mpirun
-from mpi_examples import budget
 from mpi_examples.data import digits
-from mpi_examples.demo import compare, parse, parser_of
+from mpi_examples.demo import compare, parse, parser_of, rate_of
 from mpi_examples.report import Run
 
 parser = parser_of(__doc__, "results/digits_mpi.png", epochs=15, seeds=1)
@@ -54,16 +53,11 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
         mine = order[world.rank :: world.size]
         for batch in mine[: batches * options.batch_size].reshape(batches, -1):
             lr = learning_rate(len(run.losses) / batches)
-            run.losses.append(trainer.step(x[batch], y[batch], lr * budget.rate(method)))
+            run.losses.append(trainer.step(x[batch], y[batch], lr * rate_of(method)))
         run.seconds += time.perf_counter() - start
         if world.rank == 0:
             run.elapsed.append(run.seconds)
-            run.scores.append(100 * trainer.accuracy(x_test, y_test))
-            run.bytes_sent.append(trainer.stats().total.bytes_sent)
-            bar.set_postfix_str(f"{method}, seed {seed}: {run.scores[-1]:.1f} %")
-            bar.update()
-    run.steps = len(run.losses)
-    run.dense_bytes = trainer.stats().total.dense_bytes
+            run.end_epoch(100 * trainer.accuracy(x_test, y_test), trainer.stats(), bar)
     digests = world.allgather([zlib.crc32(np.ascontiguousarray(w)) for w in trainer.weights()])
     if any(digest != digests[0] for digest in digests):
         raise SystemExit(f"{method}: the ranks' weights differ")

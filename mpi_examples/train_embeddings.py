@@ -13,35 +13,29 @@ rows the table has the loss on other text, and what a rank sends in a step.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import math
 import statistics
 
 from hvd_compress import NoCompression
-from hvd_compress.cli.options import parser_of
-from hvd_compress.cli.tables import text_table
+from hvd_compress.cli.options import positive
 from hvd_compress.integrations.launch import under_mpirun
-from hvd_compress.stats import human_bytes
-from mpi_examples.study import check_counts, each_run, spread
+from mpi_examples.study import Run, each_run, size, spread, study_parser, table, times
 
+#: ways to send rows
 ROWS = ("whole", "float16", "int8", "top:0.1", "top:0.1:int8")
+#: words that are known, numbers of a word, and words drawn for each pair
+WORDS, WIDTH, NEGATIVES = 5000, 64, 5
+#: words on each side of a word that are its neighbours
+WINDOW = 4
 
 
 def arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = study_parser(__doc__, lr=0.2)  # for a sum over the pairs of a batch
+    parser.set_defaults(ranks=2, batch_size=256)
     parser.add_argument("--rows", nargs="+", default=ROWS, metavar="ROWS", help="how to send them")
-    parser.add_argument("--words", type=int, default=5000, help="that are known")
-    parser.add_argument("--width", type=int, default=64, help="numbers of a word")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3, help="runs per way")
-    parser.add_argument("--batch-size", type=int, default=256, help="pairs of words per rank")
-    parser.add_argument("--negatives", type=int, default=5, help="words drawn for each pair")
-    parser.add_argument("--lr", type=float, default=0.2, help="for a sum over the pairs of a batch")
-    parser.add_argument("--ranks", type=int, default=2, help="when started without mpirun")
+    parser.add_argument("--steps", type=positive, default=200)
     options = parser.parse_args()
-    counts = ("words", "width", "steps", "seeds", "batch_size", "negatives", "ranks")
-    check_counts(parser, options, *counts)
     for text in options.rows:
         NoCompression(rows=text)  # checks it
     return options
@@ -56,18 +50,9 @@ from mpi4py import MPI
 from torch.nn import functional
 
 import hvd_compress.torch.mpi as hvd
-from mpi_examples.data_text import standard_library
+from mpi_examples.data import standard_library
 
 world = MPI.COMM_WORLD
-#: words on each side of a word that are its neighbours
-WINDOW = 4
-
-
-@dataclasses.dataclass
-class Run:
-    loss: float
-    sent: float
-    dense: float
 
 
 class Words(torch.nn.Module):
@@ -75,9 +60,9 @@ class Words(torch.nn.Module):
 
     def __init__(self, words: int) -> None:
         super().__init__()
-        self.own = torch.nn.Embedding(words, options.width, sparse=True)
-        self.neighbour = torch.nn.Embedding(words, options.width, sparse=True)
-        torch.nn.init.uniform_(self.own.weight, -0.5 / options.width, 0.5 / options.width)
+        self.own = torch.nn.Embedding(words, WIDTH, sparse=True)
+        self.neighbour = torch.nn.Embedding(words, WIDTH, sparse=True)
+        torch.nn.init.uniform_(self.own.weight, -0.5 / WIDTH, 0.5 / WIDTH)
         torch.nn.init.zeros_(self.neighbour.weight)
 
     def forward(self, words: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -101,7 +86,7 @@ class Pairs:
     def draw(self, random: np.random.Generator, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         places = np.searchsorted(self.places, random.random(batch)).clip(max=len(self.text) - 5)
         distance = random.integers(1, WINDOW + 1, batch) * random.choice([-1, 1], batch)
-        drawn = np.searchsorted(self.ends, random.random((batch, options.negatives)))
+        drawn = np.searchsorted(self.ends, random.random((batch, NEGATIVES)))
         others = np.concatenate([self.text[places + distance][:, None], drawn], 1)
         others = others.clip(max=len(self.ends) - 1)
         return torch.from_numpy(self.text[places]), torch.from_numpy(others)
@@ -116,7 +101,7 @@ def loss_of(model: Words, words: torch.Tensor, others: torch.Tensor) -> torch.Te
 @functools.cache
 def texts() -> tuple[Pairs, Pairs, int]:
     """To train on and to test with, and the number of words."""
-    corpus = standard_library(options.words)
+    corpus = standard_library(WORDS)
     return Pairs(corpus.train, corpus.words), Pairs(corpus.test, corpus.words), corpus.words
 
 
@@ -143,26 +128,26 @@ def train(rows: str, seed: int) -> Run:
         with torch.no_grad():
             loss = loss_of(model, *unseen.draw(np.random.default_rng(0), batch)).item() / batch
     total = optimizer.compression.stats().total
-    sent = statistics.mean(world.allgather(total.bytes_sent)) / options.steps
-    return Run(loss, sent, total.dense_bytes / options.steps)
+    sent = statistics.mean(world.allgather(total.bytes_sent))
+    return {
+        "test loss": loss,
+        "sent a step": sent / options.steps,
+        "ratio": total.dense_bytes / sent,
+    }
 
 
-def table(runs: dict[str, list[Run]]) -> str:
-    """One row for each way to send rows."""
-    lines = []
-    first = statistics.mean(run.sent for run in next(iter(runs.values())))
-    for rows, group in runs.items():
-        sent = statistics.mean(run.sent for run in group)
-        loss = spread([run.loss for run in group], 3)
-        lines.append((rows, loss, human_bytes(sent), f"{first / sent:.1f}x"))
-    return text_table(("rows", "test loss", "sent a step", "ratio"), lines)
-
+COLUMNS = {
+    "test loss": lambda losses: spread(losses, 3),
+    "sent a step": size,
+    "ratio": times,
+}
 
 if __name__ == "__main__":
     hvd.init()
     runs = each_run(options.rows, options.seeds, train, world.rank)
     if world.rank == 0:
-        print(f"\n{world.size} ranks, {options.steps} steps, {options.seeds} seeds")
-        dense = human_bytes(runs[options.rows[0]][0].dense)
-        print(f"the tables as dense gradients: {dense} a step\n")
-        print(table(runs))
+        print(
+            f"\n{world.size} ranks, {options.steps} steps, {options.seeds} seeds; "
+            "ratio: to the tables as dense gradients\n"
+        )
+        print(table(runs, COLUMNS, "rows"))

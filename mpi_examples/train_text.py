@@ -24,19 +24,20 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from hvd_compress.integrations.launch import under_horovodrun
-from mpi_examples.data_text import (
+from mpi_examples.data import (
     Corpus,
+    columns,
     penn_treebank,
     ptb_folder,
     segments,
-    share,
     standard_library,
 )
 from mpi_examples.demo import compare, horovod_parser, parse
-from mpi_examples.models_text import MODELS
+from mpi_examples.models import TEXT_MODELS
 from mpi_examples.report import PERPLEXITY, Run
 
-parser = horovod_parser(__doc__, "results/text.png", list(MODELS), epochs=5, seeds=1)
+parser = horovod_parser(__doc__, "results/text.png", epochs=5, seeds=1)
+parser.add_argument("--model", choices=TEXT_MODELS, default="lstm")
 parser.set_defaults(batch_size=8, density=0.01, lr=None, warmup_epochs=1)
 parser.add_argument("--data", type=ptb_folder, help="Penn Treebank in its usual files")
 parser.add_argument("--length", type=int, default=16, help="words between two steps")
@@ -61,7 +62,7 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
     """One run; the returned record means something on rank 0."""
     torch.manual_seed(seed)
     text = corpus()
-    model = MODELS[options.model](text.words, options.width, options.length, options.dropout)
+    model = TEXT_MODELS[options.model](text.words, options.width, options.length, options.dropout)
     optimizer, compression = local_optimizer(model, method, options)
     # (1) DGC clips each rank's gradient before it adds that to what was not sent.  With the other
     # methods the mean gradient is clipped, but not with Adam, whose steps do not grow with it.
@@ -100,20 +101,15 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
             run.losses.append(loss.item())
         if hasattr(optimizer, "synchronize_parameters"):  # with 0/1 Adam they may differ
             optimizer.synchronize_parameters()
-        run.scores.append(perplexity(model, text.valid))
-        run.bytes_sent.append(optimizer.compression.stats().total.bytes_sent)
-        bar.set_postfix_str(f"{method}, seed {seed}: perplexity {run.scores[-1]:.1f}")
-        bar.update()
+        run.end_epoch(perplexity(model, text.valid), optimizer.compression.stats(), bar)
     run.seconds = time.perf_counter() - start
-    run.steps = len(run.losses)
-    run.dense_bytes = optimizer.compression.stats().total.dense_bytes
     run.test = perplexity(model, text.test)
     return run
 
 
 def batches(text: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's."""
-    part = share(text, options.batch_size, hvd.rank(), hvd.size())
+    part = columns(text, options.batch_size, hvd.rank(), hvd.size())
     return list(segments(part, options.length))
 
 

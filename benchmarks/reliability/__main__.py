@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--optimizers", type=int, default=1000)
     own.set_defaults(only=METHODS)
     says = "every system in turn on a network of hosts; needs root"
-    own = campaign("soak", says, "soak", "systems, as mpi_examples/systems.py has")
+    own = campaign("soak", says, "soak", "systems, as mpi_examples/all_systems.py has")
     own.add_argument("--minutes", type=float, default=60, help="for all of them")
     return made
 

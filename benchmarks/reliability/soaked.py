@@ -7,18 +7,15 @@ It trains the examples' network with each system for so many seconds, and leaves
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch.nn import functional
@@ -26,15 +23,14 @@ from torch.nn import functional
 import hvd_compress.torch.mpi as hvd
 from benchmarks.reliability.memory import resident
 from benchmarks.reliability.soak import SOAKED
+from mpi_examples.all_systems import BATCH, Trainer, batches, trainer_of
 from mpi_examples.data import digits
 from mpi_examples.models import cnn
 from mpi_examples.study import rate
-from mpi_examples.system_trainers import Distributed, Trainer, trainer_of
 
 #: steps over which the learning rate falls; between two looks at bits, and at least; from which on
 #: it is plain whether losses fall and memory grows
 SCHEDULE, LOOK, MANY = 160, 16, 64
-BATCH = 64
 #: bytes by which the least in the last third of the steps may exceed that in the second: some
 #: arrays of the model's size, 4 MB, which the C library keeps or gives back.  A leak raises the
 #: least, too, and what a step takes and gives back does not
@@ -47,33 +43,27 @@ world = MPI.COMM_WORLD
 class Hooked(Trainer):
     """Under DistributedDataParallel, with a hook, over Gloo."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, what: str) -> None:
+    def __init__(self, sgd: torch.optim.Optimizer, model: torch.nn.Module) -> None:
         import torch.distributed as dist
 
         from hvd_compress.torch.ddp.hook import DDPState, ddp_hook
 
-        super().__init__(optimizer)
+        super().__init__(sgd, world.rank, world.size)
         dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
         self.model = torch.nn.parallel.DistributedDataParallel(model)
-        self.model.register_comm_hook(DDPState(what, model), ddp_hook)
+        self.model.register_comm_hook(DDPState("powersgd:rank=2", model), ddp_hook)
 
     def finish(self) -> None:
         torch.distributed.destroy_process_group()
 
 
-def over_horovod(model: torch.nn.Module, what: str) -> Trainer:
+def over_horovod(model: torch.nn.Module) -> Trainer:
     import hvd_compress.torch as horovod
 
     horovod.init()
     sgd, names = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), model.named_parameters()
-    return Distributed(horovod.DistributedOptimizer(sgd, names, compression=what))
-
-
-def batches(size: int, images: int) -> Iterator[np.ndarray]:
-    """The images of all ranks in each step, without an end."""
-    for epoch in itertools.count():
-        order = np.random.default_rng(epoch).permutation(images)
-        yield from order[: images // size * size].reshape(-1, size)
+    made = horovod.DistributedOptimizer(sgd, names, compression="dgc:density=0.01")
+    return Trainer(made, world.rank, world.size)
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -89,11 +79,11 @@ def train(name: str, seconds: float) -> dict[str, Any]:
     x, _, y, _ = map(torch.from_numpy, digits(0))
     model = cnn((1, 8, 8), 10)
     if system.family == "ddp":
-        trainer: Any = Hooked(torch.optim.SGD(model.parameters(), 0.05, 0.9), model, system.what)
+        trainer: Any = Hooked(torch.optim.SGD(model.parameters(), 0.05, 0.9), model)
     elif system.family == "horovod":
-        trainer = over_horovod(model, system.what)
+        trainer = over_horovod(model)
     else:
-        trainer = trainer_of(system, model, SCHEDULE)
+        trainer = trainer_of(system, model)
     forward = getattr(trainer, "model", model)
     losses: list[float] = []
     memory: list[int] = []
@@ -111,7 +101,7 @@ def train(name: str, seconds: float) -> dict[str, Any]:
 
     end = world.bcast(time.time()) + seconds
     with trainer.running():
-        for step, batch in trainer.each(batches(BATCH * system.batches, len(x))):
+        for step, batch in trainer.each(batches(0, len(x), BATCH * system.batches)):
             if is_over(step):
                 break
             mine = trainer.share(batch)

@@ -74,54 +74,55 @@ def train_digits_mpi(command: str, output: str, folder: Path) -> None:
 
 
 def biased_compression(command: str, output: str, folder: Path) -> None:
-    assert len(re.findall(r"^.* \d\.\de-\d\d ", output, re.MULTILINE)) == 13
-
-
-def compressed_inputs(command: str, output: str, folder: Path) -> None:
-    rows = {line[:28].strip(): line[35:].split() for line in output.splitlines()}
-    measured, expected = rows["top-k 10.0%"], rows["top-k 10.0%, in theory"]
+    if "descent" in command:
+        assert len(re.findall(r"^.* \d\.\de-\d\d ", output, re.MULTILINE)) == 13
+        return
+    rows = {line[:26].strip(): line[26:].split() for line in output.splitlines()}
+    measured, expected = rows["top-k 10.0%"][1:], rows["top-k 10.0%, in theory"]
     np.testing.assert_allclose(np.array(measured[:3], float), np.array(expected, float), atol=0.04)
 
 
 def all_systems(command: str, output: str, folder: Path) -> None:
-    rows = [row.split(" | ") for row in output.splitlines() if row.startswith("| `")]
-    assert [row[0].strip("|` ") for row in rows] == ["onebit_adam", "onebit_lamb", "zero_one_adam"]
-    assert all(float(row[4].rstrip("x")) > 1 for row in rows)
+    row = r"^(\S+)  .* ([\d.]+ \w*B) +([\d.]+ \w*B) +([\d.]+x|-) +[\d.]+ \w*B +([\d.]+) +[\d.]+ %$"
+    found = re.findall(row, output, re.MULTILINE)
+    assert [name for name, *_ in found] == re.search(r"--systems (.*?) --", command)[1].split()
+    ratio = {name: float(times.rstrip("x")) for name, _, _, times, _ in found if times != "-"}
+    # So many steps between two exchanges, of whose leaders one in four sends; or no exchange.
+    known = {"dense": 1, "local_sgd": 8, "easgd": 8, "slowmo": 8, "diloco": 8, "leader_sgd": 32}
+    assert {name: times for name, times in ratio.items() if name in known} == {
+        name: pytest.approx(times, abs=0.1) for name, times in known.items() if name in ratio
+    }
+    assert all(ratio[name] > 1 for name in ratio.keys() - {"dense"})
+    assert ratio.get("diloco+dgc", 240) >= 240
+    sent = {name: text for name, text, *_ in found}
+    assert sent.get("alone", "0 B") == "0 B"
+    if "codistilled_fp16" in sent:
+        # 16 x 10 numbers of 2 bytes, a header and a length, in a frame of its own, to three ranks,
+        # not in the burn-in
+        steps, frame = 32, 16 + -(-(16 * 10 * 2 + 30) // 8) * 8
+        assert sent["codistilled_fp16"] == f"{3 * frame * (steps - 10) / steps:.0f} B"
+    assert all(float(loss) < 8 for *_, loss in found)
 
 
 def train_embeddings(command: str, output: str, folder: Path) -> None:
     rows = re.findall(r"^(\S+) +([\d.]+) +([\d.]+) [KM]iB +([\d.]+)x$", output, re.MULTILINE)
     assert [row[0] for row in rows] == ["whole", "float16", "int8", "top:0.1", "top:0.1:int8"]
     assert all(0 < float(loss) < 6 * np.log(2) for _, loss, _, _ in rows), "that of zeros"
-    ratio = {name: float(found) for name, *_, found in rows}
+    found = {name: float(ratio) for name, *_, ratio in rows}
+    ratio = {name: own / found["whole"] for name, own in found.items()}
     # Of a row 8 + 256 and 8 + 128 bytes, and messages of 24 bytes more.
     assert ratio["float16"] == pytest.approx(264 / 136, abs=0.06)
     assert ratio["top:0.1"] == pytest.approx(10, rel=0.03)
     assert ratio["top:0.1:int8"] > 3 * ratio["top:0.1"]
 
 
-def train_local(command: str, output: str, folder: Path) -> None:
-    rows, steps = rows_of(output, " ms"), 2 * STEPS
-    assert [*rows] == methods_of(command)
-    done = {name: re.search(r" (\d+) of (\d+) ", row).groups() for name, row in rows.items()}
-    assert {int(total) for _, total in done.values()} == {steps}
-    exchanges = {name: int(count) for name, (count, _) in done.items()}
-    ratio = {name: float(re.search(r" ([\d.]+)x ", row)[1]) for name, row in rows.items()}
-    assert exchanges.pop("dense") == steps
-    assert exchanges.keys() - {"streaming_diloco"} <= {
-        name for name, count in exchanges.items() if count == steps // 8
-    }
-    quotient = steps / (steps // 8)
-    assert ratio["dense"] == 1.0
-    assert ratio["easgd"] == pytest.approx(quotient, abs=0.06)
-    assert ratio["local_sgd"] == pytest.approx(quotient, abs=0.06)
-    assert ratio["leader_sgd"] == pytest.approx(4 * quotient, abs=0.2), "one of four sends"
-    assert ratio["diloco+dgc"] > 20 * quotient
+def simulations(command: str, output: str, folder: Path) -> None:
+    (exact_diffusion if "exact_diffusion" in command else prox_lead)(output)
 
 
-def exact_diffusion(command: str, output: str, folder: Path) -> None:
-    rows = [line.split() for line in output.splitlines() if re.match(r"\S+ +0\.\d{4} ", line)]
-    rows += [line.split() for line in output.splitlines() if line.startswith("complete ")]
+def exact_diffusion(output: str) -> None:
+    rows = [line.split() for line in output.splitlines() if re.match(r"\S+ +[01]\.\d{4} ", line)]
+    assert len(rows) == 12
     for row in rows:
         for at in (3, 7):
             closed, mean, _, interval = row[at : at + 4]
@@ -131,6 +132,18 @@ def exact_diffusion(command: str, output: str, folder: Path) -> None:
     assert ratio["line", 10] > 10, "bias is what counts"
     assert ratio["line", 0.001] < 1, "noise is"
     assert ratio["complete", 10] < 1
+
+
+def prox_lead(output: str) -> None:
+    """Two bits cost no step, batches stay in a ball, and estimators leave it."""
+    rows = re.findall(r"^(\S.*?)  +[\d.e-]+ +[\d.e-]+ +([\d.e-]+) +([\d,]+)$", output, re.MULTILINE)
+    error = {name: float(last) for name, last, _ in rows if name != "method"}
+    sent = {name: int(count.replace(",", "")) for name, *_, count in rows if name != "method"}
+    assert len(error) == 6, output
+    assert error["Prox-LEAD"] == pytest.approx(error["P2D2"], rel=0.5)
+    assert error["Prox-LEAD, LSVRG"] == pytest.approx(error["P2D2"], rel=0.5)
+    assert error["Prox-LEAD, batches"] > 5 * error["P2D2"]
+    assert sent["P2D2"] > 20 * sent["Prox-LEAD"]
 
 
 def train_decentralized(command: str, output: str, folder: Path) -> None:
@@ -149,35 +162,6 @@ def train_decentralized(command: str, output: str, folder: Path) -> None:
     assert ratio["lead"] < 0.15
 
 
-def prox_lead(command: str, output: str, folder: Path) -> None:
-    """Two bits cost no step, batches stay in a ball, and estimators leave it."""
-    rows = re.findall(r"^(\S.*?)  +[\d.e-]+ +[\d.e-]+ +([\d.e-]+) +([\d,]+)$", output, re.MULTILINE)
-    error = {name: float(last) for name, last, _ in rows}
-    sent = {name: int(count.replace(",", "")) for name, *_, count in rows}
-    assert len(error) == 6, output
-    assert error["Prox-LEAD"] == pytest.approx(error["P2D2"], rel=0.5)
-    assert error["Prox-LEAD, LSVRG"] == pytest.approx(error["P2D2"], rel=0.5)
-    assert error["Prox-LEAD, batches"] > 5 * error["P2D2"]
-    assert sent["P2D2"] > 20 * sent["Prox-LEAD"]
-
-
-def train_codistillation(command: str, output: str, folder: Path) -> None:
-    rows = re.findall(r"^(\w+) +([\d.]+) % +(\d+) of (\d+) +([\d.]+ \w+)$", output, re.MULTILINE)
-    assert [row[0] for row in rows] == methods_of(command)
-    exchanges, steps = {name: int(done) for name, _, done, _, _ in rows}, 2 * STEPS
-    assert exchanges == {
-        "dense": steps,
-        "alone": 0,
-        "checkpoints": -(-(steps - 11) // 8),
-        "predictions_fp16": steps - 11,
-    }
-    assert rows[1][4] == "0 B"
-    # 16 x 10 numbers of 2 bytes, a header and a length, in a frame of its own, to three ranks, not
-    # in the burn-in
-    frame = 16 + -(-(16 * 10 * 2 + 30) // 8) * 8
-    assert rows[3][4] == f"{3 * frame * (steps - 11) / steps:.0f} B"
-
-
 def train_parameter_server(command: str, output: str, folder: Path) -> None:
     rows = {line[:20].strip(): line[20:] for line in output.splitlines() if " % " in line}
     assert len(rows) == 7
@@ -189,7 +173,7 @@ def train_parameter_server(command: str, output: str, folder: Path) -> None:
 
 def train_large_batch(command: str, output: str, folder: Path) -> None:
     rows = {
-        line.split()[0]: re.search(r"fp16 +([\d.]+) % +([\d.]+) +(\d+) +([\d.]+) [KM]iB$", line)
+        line.split()[0]: re.search(r" ([\d.]+) % +([\d.]+) +(\d+) +([\d.]+) [KM]iB$", line)
         for line in output.splitlines()
         if line.endswith("iB")
     }
@@ -209,16 +193,3 @@ def generalization(command: str, output: str, folder: Path) -> None:
     assert [len(row.split()[2:]) for row in rows] == [9, 10]
     # Hyper-parameters of one value have no psi.
     assert rows[0].split()[3:8] == ["-", "-", "-", "-", "-"]
-    load = ["--load", "results/generalization.json", "--output", "again.png"]
-    _, again = jobs.run(["env", "-C", str(folder), *command.split(), *load], timeout=60)
-    assert again.partition("\n\n")[2].partition("\n\n/")[0] in output
-    (folder / "again.png").unlink()
-
-
-def bytes_and_loss(command: str, output: str, folder: Path) -> None:
-    rows = re.findall(r"^(\S+) .* ([\d.]+)x +([\d.]+) +[\d.]+", output, re.MULTILINE)
-    ratio = {name: float(times) for name, times, _ in rows}
-    assert [*ratio] == ["dense", "dgc", "diloco", "diloco+dgc", "leader_sgd"], output
-    assert ratio["dense"] == 1.0
-    assert ratio["diloco+dgc"] > 240
-    assert all(float(loss) < 8 for *_, loss in rows)

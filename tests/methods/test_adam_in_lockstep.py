@@ -8,7 +8,7 @@ import torch
 
 from mpi_examples import accuracy
 from mpi_examples.accuracy import AdamTrainer, Wanted
-from mpi_examples.data_text import Corpus
+from mpi_examples.data import Corpus
 
 EPOCHS, RANKS = 3, 2
 
