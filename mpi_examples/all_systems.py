@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,12 +32,11 @@ from hvd_compress.blocks import (
     scaled_sign,
     top_k,
 )
-from hvd_compress.cli.options import parser_of, picture_file, positive
+from hvd_compress.cli.options import parser_of, positive
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.systems.graphs import blockwise, l1
 from mpi_examples.data import digits
 from mpi_examples.models import accuracy, cnn
-from mpi_examples.report import bars, save
 from mpi_examples.study import Run, each_run, first, percent, rate, size, spread, table, times
 
 RANKS, BATCH = 4, 64
@@ -66,17 +64,6 @@ class System(NamedTuple):
         return self.family in ("codistillation", "alone")
 
 
-#: and how they are called in the picture
-FAMILIES = {
-    "compression": "gradients, compressed",
-    "adam": "1-bit Adam and 1-bit LAMB",
-    "large": "large batch",
-    "local": "local steps",
-    "graph": "neighbours of a graph",
-    "codistillation": "models that teach each other",
-    "server": "parameter server",
-    "alone": "ranks alone",
-}
 FOUR = "gradients of 4 batches"
 #: by family; ``what`` is a compression, makes an optimizer of the module ``hvd`` and the parameters
 #: or SGD, makes the method of DistributedOptimizer, or is the options
@@ -403,7 +390,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=positive, default=80, help="of each run, of 64 images each")
     parser.add_argument("--seeds", type=positive, default=3, help="runs of each system")
-    parser.add_argument("--output", type=picture_file, default=Path("results/systems.png"))
     options = parser.parse_args()
     if options.steps % 16:
         parser.error("--steps must be a multiple of 16, in which all have exchanged")
@@ -431,8 +417,6 @@ def main() -> None:
         "over ranks and all steps; ratio: to the gradient in every step\n"
     )
     print(table(runs, COLUMNS, "system"))
-    families = {name: FAMILIES[SYSTEMS[name].family] for name in runs}
-    save(bars(runs, "sent a step", "test loss", families), options.output)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ import dataclasses
 import io
 import math
 import statistics
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -133,12 +131,7 @@ def reached(runs: list[Run], points: float = 1.0) -> str:
 def picture(runs: list[Run], path: Path) -> None:
     """Scores over bytes sent, and training loss over steps; of many methods, what they end with."""
     groups = by_method(runs)
-    if len(groups) > len(COLORS):
-        rows = {method: [run.row() for run in group] for method, group in groups.items()}
-        figure = bars(rows, "sent a step", f"test {runs[0].measure.name}")
-    else:
-        figure = _courses(groups)
-    save(figure, path)
+    save(_ends(groups) if len(groups) > len(COLORS) else _courses(groups), path)
 
 
 def _courses(groups: dict[str, list[Run]]) -> plt.Figure:
@@ -168,35 +161,20 @@ def _courses(groups: dict[str, list[Run]]) -> plt.Figure:
     return figure
 
 
-def bars(
-    runs: Mapping[str, list[dict[str, Any]]],
-    sent: str,
-    end: str,
-    families: Mapping[str, str] | None = None,
-) -> plt.Figure:
-    """Draw two columns of a study's table side by side, a line for each name: bytes, and what runs
-    ended with, with one standard deviation.  Names of a family have one colour."""
-    height = 1.5 + 0.22 * len(runs)
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, height), sharey=True, layout="constrained"
-    )
-    kinds = list(dict.fromkeys((families or {}).values()))
-    for name, group in runs.items():
-        family = (families or {}).get(name)
-        color = COLORS[kinds.index(family) if family else 0]
-        label = None if family in left.get_legend_handles_labels()[1] else family
-        kibs = statistics.mean(run[sent] for run in group) / 2**10
-        left.barh(name, kibs, color=color, label=label)
-        ends = [run[end] for run in group]
+def _ends(groups: dict[str, list[Run]]) -> plt.Figure:
+    """A line for each method: bytes, and what runs ended with, with one standard deviation."""
+    size = (10, 1.5 + 0.22 * len(groups))
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+    for method, group in groups.items():
+        left.barh(method, statistics.mean(run.bytes_sent[-1] / run.steps for run in group) / 2**10)
+        ends = [run.final for run in group]
         deviation = statistics.stdev(ends) if len(ends) > 1 else 0.0
-        right.errorbar(statistics.mean(ends), name, xerr=deviation, fmt="o", color=color, capsize=2)
+        right.errorbar(statistics.mean(ends), method, xerr=deviation, fmt="o", capsize=2)
     left.invert_yaxis()
     left.set(xscale="log", xlabel="sent by one rank [KiB a step]")
-    right.set(xlabel=end)
-    right.grid(alpha=0.3)
-    left.grid(alpha=0.3, axis="x")
-    if families:
-        figure.legend(loc="outside lower center", ncols=4, fontsize="small")
+    right.set(xlabel=group[0].measure.axis("final test"))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
     return figure
 
 

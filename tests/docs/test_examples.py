@@ -519,10 +519,9 @@ def test_biased_compression(tmp_path):
 
 
 @pytest.mark.timeout(250)
-def test_all_systems(tmp_path):
-    picture = tmp_path / "systems.png"
+def test_all_systems():
     options = ["--systems", "dense", "server", "--steps", "16", "--seeds", "1"]
-    output = start("all_systems", *options, "--output", str(picture), timeout=230)
+    output = start("all_systems", *options, timeout=230)
     row = r"^(\w+) .* (\S+ MiB) +(\S+ MiB) +(\S+)x +(\S+ MiB) +([\d.]+) +([\d.]+) %$"
     rows = {name: rest for name, *rest in re.findall(row, output, re.MULTILINE)}
     assert rows.keys() == {"dense", "server"}
@@ -533,15 +532,13 @@ def test_all_systems(tmp_path):
     losses, accuracies = ([float(end[at]) for end in rows.values()] for at in (4, 5))
     assert min(accuracies) > 30
     assert losses[0] == pytest.approx(losses[1], rel=0.03)
-    assert picture.read_bytes().startswith(PNG)
 
 
 def test_page_of_all_systems():
-    from mpi_examples.all_systems import FAMILIES, SYSTEMS
+    from mpi_examples.all_systems import SYSTEMS
 
     page = (ROOT / "docs" / "systems.md").read_text()
     assert re.findall(r"^\| `([\w+]+)` \|", page, re.MULTILINE) == list(SYSTEMS)
-    assert {system.family for system in SYSTEMS.values()} == FAMILIES.keys()
 
 
 def test_leader_symmetry(tmp_path):
