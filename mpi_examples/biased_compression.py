@@ -242,7 +242,7 @@ def families() -> dict[str, dict[str, Any]]:
 
 
 def gradients() -> list[np.ndarray]:
-    """Of the middle matrix of a network on the digits, after 50 steps of SGD and more."""
+    """Gradients of the middle matrix of a network on the digits, after 50 steps of SGD and more."""
     torch.manual_seed(0)
     x, _, y, _ = digits(0)
     images, labels = torch.from_numpy(x), torch.from_numpy(y)

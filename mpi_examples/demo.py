@@ -1,4 +1,4 @@
-"""What the examples have in common that compare compressions: options, methods, and the end."""
+"""Options, methods and the end of the examples that compare compressions."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def compressor(text: str, density: float, warmup_epochs: int) -> Compressor:
 
 
 def rate_of(method: str) -> float:
-    """What to multiply the learning rate with."""
+    """Return what to multiply the learning rate with."""
     return RATES.get(method.partition(":")[0], 1.0)
 
 

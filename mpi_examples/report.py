@@ -23,7 +23,7 @@ COLORS = plt.colormaps["tab10"].colors
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """What says how good a model is."""
+    """The score that says how good a model is."""
 
     name: str
     best: float  # what a perfect model has: all scores are on one side of it

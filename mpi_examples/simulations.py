@@ -156,7 +156,7 @@ def solution(problem: Regression, weight: float) -> np.ndarray:
 
 
 def bytes_of(method: DecentralizedMethod, d: int) -> int:
-    """Of what a node sends to a neighbour in a step."""
+    """Return the size of what a node sends to a neighbour in a step."""
     x = np.zeros(d)
     update = method.update(x, x, dict(method.start(x)), method.network(0, 2, 1)._replace(step=2))
     return next(update).payload.nbytes

@@ -1,4 +1,4 @@
-"""What examples have in common that train in several ways, with several seeds."""
+"""Options, runs and tables of the examples that train in several ways, with several seeds."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     python -m mpi_examples.train_digits_mpi --framework numpy
     mpirun -np 16 -H node1:8,node2:8 python -m mpi_examples.train_digits_mpi --compression dgc
 
-What depends on the framework is in trainer_torch.py and trainer_numpy.py.
+The model and its optimizer are in trainer_torch.py and trainer_numpy.py.
 """
 # ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
 

@@ -5,8 +5,8 @@
     mpirun -np 2 python -m mpi_examples.train_embeddings
 
 Skip-gram with negative sampling (Mikolov et al., 2013): a word's vector shall tell its neighbours
-in the text from words that are drawn.  The text is Python's standard library.  Of each way to send
-rows the table has the loss on other text, and what a rank sends in a step.
+in the text from words that are drawn.  The text is Python's standard library.  The table has the
+loss on other text by each way to send rows, and what a rank sends in a step.
 """
 # ruff: noqa: E402  A process that is no rank must not import MPI, which starts with it.
 
