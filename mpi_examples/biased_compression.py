@@ -1,13 +1,13 @@
 """Biased compression: error per byte of a descent with many operators, and what inputs lose.
 
     python -m mpi_examples.biased_compression descent
-    python -m mpi_examples.biased_compression descent --split labels --ranks 8
+    python -m mpi_examples.biased_compression descent --split labels --ranks 8 --mpi
     python -m mpi_examples.biased_compression inputs
 
 After Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning"
-(JMLR 2023).  ``descent``: regularised logistic regression on scikit-learn's digits over MPI, full
-gradients, constant steps; every operator gets the same grid of step sizes, and bytes are counted
-from its messages.
+(JMLR 2023).  ``descent``: regularised logistic regression on scikit-learn's digits, full gradients,
+constant steps; every operator gets the same grid of step sizes, and bytes are counted from its
+messages.  The ranks advance in lockstep in this process, or with --mpi as processes of their own.
 
 ``inputs``: operators promise something about the worst input; here is what they do to inputs as
 they are, in one process.  For each operator: the bits of its message for an element, headers and
@@ -48,6 +48,7 @@ from hvd_compress.blocks import (
 from hvd_compress.cli.options import parser_of, picture_file, positive
 from hvd_compress.cli.tables import text_table
 from hvd_compress.engines.local import LocalEngine
+from hvd_compress.engines.lockstep import World
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.operators.base import Classes
 from hvd_compress.reduce import Reducer
@@ -132,22 +133,31 @@ class Run:
         return self.bytes_sent[above + 1] if above + 1 < len(self.errors) else math.inf
 
 
-def descend(problem: Regression, operator: Operator, rate: float, steps: int) -> Run:
-    from mpi4py import MPI  # which starts with it: ranks only
+def descend(problem: Regression, operator: Operator, rate: float, steps: int, comm: Any) -> Run:
+    """Descend in lockstep, or as the rank that this process is in the communicator ``comm``."""
+    if comm is None:
+        ranks, world = range(problem.ranks), World(operator.method, problem.ranks)
+    else:
+        from hvd_compress import mpi  # imports MPI, which starts with it
 
-    from hvd_compress import mpi
-
-    world, reducer = MPI.COMM_WORLD, mpi.Reducer(operator.method)
+        ranks, reducer = range(comm.rank, comm.rank + 1), mpi.Reducer(operator.method)
     # Error feedback in units of steps, as in the paper: what is exchanged is rate * gradient.
     before, behind = (rate, 1.0) if operator.kind == "feedback" else (1.0, rate)
     run, w = Run(rate), problem.start
     for step in range(1, steps + 1):
-        gradient = before * problem.gradient(w, world.rank)
-        w = w - behind * reducer.reduce({"w": gradient.astype(np.float32)})["w"]
+        gradients = [(before * problem.gradient(w, r)).astype(np.float32) for r in ranks]
+        if comm is None:
+            w = w - behind * world.exchange(gradients)[0].direction
+        else:
+            w = w - behind * reducer.reduce({"w": gradients[0]})["w"]
         run.steps = step
         if step % 5 == 0 or step == steps:
-            run.errors.append(world.bcast(problem.error(w)))  # so that all stop together
-            run.bytes_sent.append(reducer.stats().total.bytes_sent)
+            error, record = (
+                problem.error(w),
+                world.record if comm is None else reducer.stats().total,
+            )
+            run.errors.append(error if comm is None else comm.bcast(error))  # all stop together
+            run.bytes_sent.append(record.bytes_sent)
             if run.errors[-1] <= TARGETS[-1] or not run.errors[-1] < 10:
                 break
     return run
@@ -177,30 +187,33 @@ def favourite(runs: list[Run]) -> Run:
 
 
 def descent(options: argparse.Namespace) -> None:
-    under_mpirun(options.ranks)
-    from mpi4py import MPI
+    comm = None
+    if options.mpi:
+        under_mpirun(options.ranks)
+        from mpi4py import MPI
 
-    world = MPI.COMM_WORLD
-    problem = Regression(world.size, options.split, L2)
+        comm = MPI.COMM_WORLD
+    size, rank = (comm.size, comm.rank) if comm else (options.ranks, 0)
+    problem = Regression(size, options.split, L2)
     rates = [rate / problem.smoothness for rate in options.rates]
     figure, axes = plt.subplots(figsize=(9, 4.6), layout="constrained")
     rows, every = [], operators(problem.d)
-    bar = tqdm(every, disable=world.rank != 0, ncols=90, mininterval=1)
+    bar = tqdm(every, disable=rank != 0, ncols=90, mininterval=1)
     for operator, color in zip(bar, plt.colormaps["tab20"].colors, strict=False):
         bar.set_postfix_str(operator.name)
         *runs, theory = [
-            descend(problem, operator, rate, options.steps)
+            descend(problem, operator, rate, options.steps, comm)
             for rate in (*rates, operator.theory(problem))
         ]
         rows.append(row(operator, runs, theory, problem.smoothness))
         best, bold = favourite(runs), 2.5 if "top-k + dithering" in operator.name else 1.2
         kilobytes = np.array(best.bytes_sent) / 1000
         axes.plot(kilobytes[1:], best.errors[1:], color=color, label=operator.name, linewidth=bold)
-    if world.rank:
+    if rank:
         return
     steps = ", ".join(f"{rate:g}" for rate in options.rates)
     print(
-        f"\n{problem.d} weights, {world.size} ranks, {options.split}; L / mu = "
+        f"\n{problem.d} weights, {size} ranks, {options.split}; L / mu = "
         f"{problem.smoothness / L2:.0f}; density {DENSITY}, {LEVELS} levels\n"
         "kB that a rank sent until (f - f*) / (f(0) - f*) is so small and stays so, by the best of "
         f"the steps {steps} / L:\n"
@@ -214,7 +227,7 @@ def descent(options: argparse.Namespace) -> None:
     )
     axes.set(xscale="log", yscale="log", ylim=(TARGETS[-1] / 2, 2))
     axes.set(xlabel="sent by one rank [kB]", ylabel="(f - f*) / (f(0) - f*)")
-    axes.set_title(f"Digits, {world.size} ranks, {options.split}; step best to 1e-3")
+    axes.set_title(f"Digits, {size} ranks, {options.split}; step best to 1e-3")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.02, 0.5))
     save(figure, options.output)
@@ -331,6 +344,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("study", choices=("descent", "inputs"))
     parser.add_argument("--ranks", type=positive, default=4, help="when started without mpirun")
+    parser.add_argument("--mpi", action="store_true", help="ranks are processes, over MPI")
     parser.add_argument(
         "--split",
         choices=["shuffled", "labels"],
