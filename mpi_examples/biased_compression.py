@@ -152,12 +152,10 @@ def descend(problem: Regression, operator: Operator, rate: float, steps: int, co
             w = w - behind * reducer.reduce({"w": gradients[0]})["w"]
         run.steps = step
         if step % 5 == 0 or step == steps:
-            error, record = (
-                problem.error(w),
-                world.record if comm is None else reducer.stats().total,
-            )
+            error = problem.error(w)
             run.errors.append(error if comm is None else comm.bcast(error))  # all stop together
-            run.bytes_sent.append(record.bytes_sent)
+            total = world.record if comm is None else reducer.stats().total
+            run.bytes_sent.append(total.bytes_sent)
             if run.errors[-1] <= TARGETS[-1] or not run.errors[-1] < 10:
                 break
     return run
