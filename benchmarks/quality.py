@@ -1,0 +1,250 @@
+"""What each method loses where people train: recipes x methods x horizons x learning rates x seeds.
+
+    python -m benchmarks.quality
+    python -m benchmarks.quality --recipes bytes --methods none topk:density=0.01 --minutes 10
+    python -m benchmarks.quality --minutes 0 --picture docs/quality.png  # of what is known
+
+Real ranks train over MPI by the calls that users write.  What was trained is kept in ``--results``
+and not trained again; what says most comes first, so any number of minutes is of use.  A method may
+be one of compression (``topk:density=0.01``), a part of an optimizer (``onebit_adam``), or one that
+trains between exchanges (``local_sgd:sync_every=4,compression=topk:density=0.04``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from hvd_compress.cli.options import parser_of, picture_file, positive
+from hvd_compress.cli.tables import text_table
+from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.stats import human_bytes
+
+#: what is tried on each recipe
+METHODS = {
+    "bytes": (
+        *("none", "bf16", "linear", "fp8", "powersgd:rank=4", "topk:density=0.01"),
+        *("topk:density=0.1", "onebit", "onebit_adam", "diloco:sync_every=10"),
+        "local_sgd:sync_every=4,compression=topk:density=0.04",
+    ),
+    "mnist": (
+        *("none", "bf16", "linear", "powersgd:rank=2", "topk:density=0.01", "topk:density=0.001"),
+        *("dgc", "dgc:compact", "onebit", "ef21"),
+    ),
+    "lstm": ("none", "bf16", "linear", "powersgd:rank=4", "topk:density=0.01", "dgc", "onebit"),
+}
+RESULTS = Path(__file__).with_suffix(".json")
+RANKS = 4
+#: what the learning rate of a recipe is multiplied with; the best of them counts
+FACTORS = (1.0, 0.5, 2.0)
+
+
+class Run(NamedTuple):
+    """One training, and the key that it is kept by."""
+
+    recipe: str
+    method: str
+    horizon: int  # times the steps of the recipe
+    factor: float  # times its learning rate
+    seed: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.recipe} {self.horizon}x {self.method} lr*{self.factor:g} seed={self.seed}"
+
+
+class Group(NamedTuple):
+    """The runs of one row at its best learning rate: test losses by seed, and what was sent."""
+
+    factor: float
+    losses: dict[int, float]
+    scores: dict[int, float]
+    sent: float  # bytes per step of a rank
+    dense: int
+
+
+#: the 97.5 % points of Student's distribution, for 2 to 10 values
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return that of the mean's 95 % confidence interval; infinite for one value."""
+    if len(values) < 2:
+        return math.inf
+    quantile = STUDENT[min(len(values), 10) - 2]
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def in_order(
+    recipe: str,
+    methods: Sequence[str],
+    horizons: Sequence[int],
+    factors: Sequence[float],
+    seeds: int,
+) -> Iterator[Run]:
+    """Return the runs of a recipe, the most valuable first: each method once, then its other
+    learning rates, then more seeds."""
+    for seed, horizon in itertools.product(range(seeds), horizons):
+        for factor, method in itertools.product(factors, methods):
+            yield Run(recipe, method, horizon, factor, seed)
+
+
+def groups(known: dict[str, Any], wanted: Sequence[Run]) -> dict[tuple[str, int, str], Group]:
+    """Return what is known of each recipe, horizon and method, at the learning rate with the least
+    mean loss over the seeds that all rates of it have."""
+    found: dict[Any, dict[float, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for run in wanted:
+        if run.key in known:
+            cell = run.recipe, run.horizon, run.method
+            found[cell][run.factor][run.seed] = known[run.key]
+    rows = {}
+    for cell, rates in found.items():
+        common = set.intersection(*(set(ends) for ends in rates.values()))
+
+        def loss(factor: float, rates: Any = rates, common: set[int] = common) -> float:
+            return statistics.mean(rates[factor][seed]["loss"] for seed in common)
+
+        best = min(rates, key=loss) if common else next(iter(rates))
+        ends = rates[best]
+        rows[cell] = Group(
+            best,
+            {seed: end["loss"] for seed, end in ends.items()},
+            {seed: end["score"] for seed, end in ends.items()},
+            statistics.mean(end["sent"] for end in ends.values()),
+            next(iter(ends.values()))["dense"],
+        )
+    return rows
+
+
+def lost(group: Group, dense: Group) -> list[float]:
+    """Return by how much the loss is above that of dense training, seed by seed."""
+    return [
+        loss - dense.losses[seed] for seed, loss in group.losses.items() if seed in dense.losses
+    ]
+
+
+def tables(known: dict[str, Any], wanted: Sequence[Run]) -> str:
+    """One table per recipe and horizon; the differences are those of equal seeds."""
+    rows = groups(known, wanted)
+    texts = []
+    for recipe, horizon in dict.fromkeys((recipe, horizon) for recipe, horizon, _ in rows):
+        dense = rows.get((recipe, horizon, "none"))
+        lines = []
+        for (*cell, method), group in rows.items():
+            if tuple(cell) != (recipe, horizon):
+                continue
+            more = lost(group, dense) if dense and method != "none" else []
+            width = half_width(more) if more else math.inf
+            lines.append(
+                (
+                    method,
+                    f"{statistics.mean(group.losses.values()):.4f}",
+                    f"{statistics.mean(more):+.4f}" if more else "",
+                    f"± {width:.4f}" if math.isfinite(width) else "",
+                    f"{statistics.mean(group.scores.values()):.2f}",
+                    human_bytes(group.sent),
+                    f"{group.dense / group.sent:.0f}x",
+                    f"{group.factor:g}",
+                    str(len(group.losses)),
+                )
+            )
+        header = ("method", "test loss", "lost", "95 %", "score", "sent per step", "ratio")
+        texts.append(f"{recipe}, {horizon}x\n{text_table((*header, 'lr', 'seeds'), lines)}")
+    return "\n\n".join(texts)
+
+
+def picture(known: dict[str, Any], wanted: Sequence[Run], file: Path) -> None:
+    """Loss above dense training over the bytes that are sent, one panel per recipe and horizon."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = groups(known, wanted)
+    panels = list(dict.fromkeys(cell[:2] for cell in rows if (cell[0], cell[1], "none") in rows))
+    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 5), squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        dense = rows[panel[0], panel[1], "none"]
+        for (*cell, method), group in rows.items():
+            more = lost(group, dense) if tuple(cell) == panel and method != "none" else []
+            if not more:
+                continue
+            x, y = group.dense / group.sent, statistics.mean(more)
+            width = half_width(more)
+            axis.errorbar(x, y, width if math.isfinite(width) else 0, fmt="o", capsize=3)
+            axis.annotate(method, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+        axis.axhline(0, color="grey", linewidth=0.8)
+        axis.set(xscale="log", title=f"{panel[0]}, {panel[1]}x", xlabel="times fewer bytes")
+    axes[0][0].set_ylabel("test loss above dense training")
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def arguments() -> Any:
+    parser = parser_of(__doc__)
+    parser.add_argument("--recipes", nargs="+", choices=sorted(METHODS), default=["bytes"])
+    parser.add_argument("--methods", nargs="+", help="instead of those of each recipe")
+    parser.add_argument("--horizons", nargs="+", type=positive, default=[1, 4])
+    parser.add_argument("--factors", nargs="+", type=float, default=FACTORS, help="of the rate")
+    parser.add_argument("--seeds", type=positive, default=3)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no run starts later")
+    parser.add_argument("--data", type=Path, help="a file to train bytes on")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--picture", type=picture_file)
+    return parser.parse_args()
+
+
+def wanted(options: Any) -> list[Run]:
+    """Return all runs that the command line asks for, the most valuable first."""
+    runs = [
+        run
+        for recipe in options.recipes
+        for run in in_order(
+            recipe,
+            list(dict.fromkeys(["none", *(options.methods or METHODS[recipe])])),
+            options.horizons,
+            options.factors,
+            options.seeds,
+        )
+    ]
+    return sorted(runs, key=lambda run: (run.seed, run.horizon))  # stable
+
+
+def main() -> None:
+    options = arguments()
+    runs = wanted(options)
+    known = json.loads(options.results.read_text()) if options.results.exists() else {}
+    missing = [run for run in runs if run.key not in known]
+    rank = 0
+    if missing and options.minutes > 0:
+        under_mpirun(RANKS)
+        from mpi4py import MPI
+
+        from benchmarks.recipes import train
+
+        rank, until = MPI.COMM_WORLD.rank, time.monotonic() + 60 * options.minutes
+        options.results.parent.mkdir(parents=True, exist_ok=True)
+        for run in tqdm(missing, unit="run", disable=rank > 0, ncols=90):
+            if MPI.COMM_WORLD.bcast(time.monotonic() > until):
+                break
+            end = train(run, options.data)
+            if rank == 0:
+                known[run.key] = end
+                options.results.write_text(json.dumps(known, indent=1) + "\n")
+    if rank == 0:
+        print(f"\n{tables(known, runs)}\n\nlost: to dense training of the same seed")
+        if options.picture:
+            picture(known, runs, options.picture)
+
+
+if __name__ == "__main__":
+    main()
