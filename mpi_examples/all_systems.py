@@ -128,47 +128,57 @@ ROWS: dict[str, dict[str, tuple[Any, ...]]] = {
         "lamb": (FOUR, lambda hvd, own: hvd.LAMB(own, 0.05), 0.05, 4),
     },
     "local": {
-        "local_sgd": ("parameters, every 8 steps", lambda hvd, sgd: hvd.LocalSGD(sgd, EVERY)),
+        "local_sgd": (
+            "parameters, every 8 steps",
+            lambda hvd, sgd: hvd.DistributedOptimizer(sgd, method=hvd.LocalSGD(EVERY)),
+        ),
         "post_local_sgd": (
             "gradients, later as local_sgd",
-            lambda hvd, sgd: hvd.LocalSGD(sgd, EVERY, start=WARMUP),
+            lambda hvd, sgd: hvd.DistributedOptimizer(
+                sgd, method=hvd.LocalSGD(EVERY, start=WARMUP)
+            ),
         ),
         "slowmo": (
             "parameters, every 8 steps",
-            lambda hvd, sgd: hvd.SlowMo(sgd, EVERY, momentum=0.5),
+            lambda hvd, sgd: hvd.DistributedOptimizer(sgd, method=hvd.SlowMo(EVERY, momentum=0.5)),
         ),
         "diloco": (
             "changes of parameters, every 8 steps",
-            lambda hvd, sgd: hvd.DiLoCo(sgd, sync_every=EVERY),
+            lambda hvd, sgd: hvd.DistributedOptimizer(sgd, method=hvd.DiLoCo(sync_every=EVERY)),
         ),
         "diloco+dgc": (
             "largest 1 % of these changes",
-            lambda hvd, sgd: hvd.DiLoCo(
-                sgd, sync_every=EVERY, compression=f"dgc:density={DENSITY}"
+            lambda hvd, sgd: hvd.DistributedOptimizer(
+                sgd, method=hvd.DiLoCo(sync_every=EVERY, compression=f"dgc:density={DENSITY}")
             ),
         ),
         "streaming_diloco": (
             "as diloco, a half every 4 steps",
-            lambda hvd, sgd: hvd.DiLoCo(sgd, sync_every=EVERY, fragments=2, delay=1),
+            lambda hvd, sgd: hvd.DistributedOptimizer(
+                sgd, method=hvd.DiLoCo(sync_every=EVERY, fragments=2, delay=1)
+            ),
         ),
         "sparse_loco": (
             "largest 1 % of the changes, 2 bits",
-            lambda hvd, sgd: hvd.SparseLoCo(sgd, EVERY, DENSITY),
+            lambda hvd, sgd: hvd.DistributedOptimizer(sgd, method=hvd.SparseLoCo(EVERY, DENSITY)),
         ),
         "easgd": (
             "distances from the centre, every 8 steps",
-            lambda hvd, sgd: hvd.EASGD(sgd, EVERY),
+            lambda hvd, sgd: hvd.DistributedOptimizer(sgd, method=hvd.EASGD(EVERY)),
         ),
         "leader_sgd": (
             "the leader's parameters, every 8 steps",
-            lambda hvd, sgd: hvd.LeaderSGD(
-                sgd, local_every=EVERY, global_every=EVERY, local_pull=0.0, local_drift=0.0
+            lambda hvd, sgd: hvd.DistributedOptimizer(
+                sgd,
+                method=hvd.LeaderSGD(
+                    local_every=EVERY, global_every=EVERY, local_pull=0.0, local_drift=0.0
+                ),
             ),
         ),
         "leader_sgd_groups": (
             "the same in groups of 2, among all every 16",
-            lambda hvd, sgd: hvd.LeaderSGD(
-                sgd, local_every=EVERY, global_every=2 * EVERY, groups=2
+            lambda hvd, sgd: hvd.DistributedOptimizer(
+                sgd, method=hvd.LeaderSGD(local_every=EVERY, global_every=2 * EVERY, groups=2)
             ),
         ),
     },

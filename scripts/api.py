@@ -1,7 +1,7 @@
 """Write the pages of the API, ``docs/api/*.md``, from docstrings: ``python scripts/api.py``.
 
-Not by a plugin of the site: many names are made when a package is imported (``hvd.DiLoCo`` takes
-an optimizer in PyTorch), so nothing that only reads sources finds them.  ``make docs`` runs it;
+Not by a plugin of the site: many names are made when a package is imported, as is
+``hvd.Codistillation``, so nothing that only reads sources finds them.  ``make docs`` runs it;
 ``tests/docs/test_site.py`` demands that each public name stands on a page once.
 """
 

@@ -28,7 +28,9 @@ torch.set_num_threads(1)
 hvd.init()
 model = make_model()
 if method == "diloco":
-    optimizer = hvd.DiLoCo(sgd(model), named_parameters=model.named_parameters(), sync_every=2)
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model), method=hvd.DiLoCo(sync_every=2), named_parameters=model.named_parameters()
+    )
 else:
     optimizer = distribute(sgd(model), model, method)
 state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, phase=0)

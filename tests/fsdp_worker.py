@@ -699,9 +699,9 @@ def models_of_fsdp1_are_told_to_use_fully_shard() -> None:
         )
     with pytest.raises(UnsupportedError, match=r"FSDP1.*fully_shard\(module, mesh=mesh"):
         hvd.compress_replicas(model, replica, "topk")
-    for make in (hvd.DiLoCo, hvd.LocalSGD):
+    for method in (hvd.DiLoCo, hvd.LocalSGD):
         with pytest.raises(UnsupportedError, match=r"left this rank a part.*Write fully_shard"):
-            make(_sgd(model), process_set=replica)
+            hvd.DistributedOptimizer(_sgd(model), method=method, process_set=replica)
 
 
 def all_ranks_learn_that_one_differs() -> None:
@@ -724,9 +724,13 @@ def local_steps_between_replicas() -> None:
     business."""
     replica = MESHES["2x2"]["replica"]
     for make in (
-        lambda o: hvd.DiLoCo(o, sync_every=2, process_set=replica, compression="topk:density=0.1"),
-        lambda o: hvd.LocalSGD(o, sync_every=2, process_set=replica.get_group()),
-        lambda o: hvd.SlowMo(o, sync_every=2, process_set=replica),
+        lambda o: hvd.DistributedOptimizer(
+            o, method=hvd.DiLoCo(sync_every=2, compression="topk:density=0.1"), process_set=replica
+        ),
+        lambda o: hvd.DistributedOptimizer(
+            o, method=hvd.LocalSGD(sync_every=2), process_set=replica.get_group()
+        ),
+        lambda o: hvd.DistributedOptimizer(o, method=hvd.SlowMo(sync_every=2), process_set=replica),
     ):
         model = _sharded(MESHES["2x2"]["shard"])
         optimizer = make(_sgd(model, momentum=0.9))
@@ -748,7 +752,9 @@ def local_steps_between_replicas() -> None:
 
 def local_sgd_of_one_step_is_native_hsdp() -> None:
     native, model = (_sharded(mesh) for mesh in (MESHES["2x2"], MESHES["2x2"]["shard"]))
-    optimizer = hvd.LocalSGD(_sgd(model), sync_every=1, process_set=MESHES["2x2"]["replica"])
+    optimizer = hvd.DistributedOptimizer(
+        _sgd(model), method=hvd.LocalSGD(sync_every=1), process_set=MESHES["2x2"]["replica"]
+    )
     _train(native, range(STEPS))
     _train(model, range(STEPS), optimizer)
     _assert_close(_own(native), _own(model))
@@ -757,9 +763,11 @@ def local_sgd_of_one_step_is_native_hsdp() -> None:
 def optimizers_of_shards_say_what_works() -> None:
     shard = MESHES["2x2"]["shard"]
     with pytest.raises(ConfigError, match="divided among ranks"):
-        hvd.DiLoCo(_sgd(_sharded(shard)), process_set=shard)
+        hvd.DistributedOptimizer(_sgd(_sharded(shard)), method=hvd.DiLoCo(), process_set=shard)
     with pytest.raises(ConfigError, match="divided among ranks"):
-        hvd.DiLoCo(_sgd(_sharded(MESHES["2x2"])), process_set=MESHES["2x2"]["replica"])
+        hvd.DistributedOptimizer(
+            _sgd(_sharded(MESHES["2x2"])), method=hvd.DiLoCo(), process_set=MESHES["2x2"]["replica"]
+        )
 
 
 def the_hook_of_ddp_serves_tensor_parallel_models() -> None:

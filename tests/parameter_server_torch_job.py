@@ -137,7 +137,10 @@ def a_layer_that_is_not_used_stays() -> None:
 def what_cannot_be() -> None:
     model = network()
     plain = torch.optim.SGD(model.parameters(), 0.1)
-    for distributed in (hvd.DiLoCo(plain), hvd.DistributedOptimizer(plain)):
+    for distributed in (
+        hvd.DistributedOptimizer(plain, method=hvd.DiLoCo()),
+        hvd.DistributedOptimizer(plain),
+    ):
         for make in (hvd.parameter_server, hvd.AsynchronousLeaderSGD):
             with pytest.raises(ConfigError, match=r"torch\.optim\.SGD\(\.\.\.\)"):
                 make(model, distributed)

@@ -131,11 +131,11 @@ def wrap_optimizer(
         """
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("method") is not None:
-            from hvd_compress.systems.rounds.factories import distribute_by_method
+            from hvd_compress.systems.base import by_method
 
             given.apply_defaults()
             training = importlib.import_module("hvd_compress.tensorflow.keras.training")
-            return distribute_by_method(training.local_steps, signature, given.arguments)
+            return by_method(training.train, signature, given.arguments)
         call = bind_call(signature, args, kwargs, runtime.hvd, gather_bytes)
         del call.arguments["method"]
         options = dict(call.arguments)

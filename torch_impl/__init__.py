@@ -15,7 +15,7 @@ import threading
 from typing import Any
 
 try:
-    import torch  # noqa: F401
+    import torch
 except ImportError as error:
     raise ImportError("hvd_compress.torch needs PyTorch: pip install torch") from error
 
@@ -40,7 +40,7 @@ from .systems.averaging import averaging
 def _register(horovod_torch: Any) -> None:
     from .distributed.registration import register
 
-    register(horovod_torch)
+    register(horovod_torch, _engine)
 
 
 def _engine(process_set: Any) -> Any:
@@ -51,6 +51,25 @@ def _engine(process_set: Any) -> Any:
     chosen = __getattr__("global_process_set") if process_set is None else process_set
     _check_process_set(chosen)
     return HorovodEngine(_horovod, chosen) if chosen.included() else LocalEngine()
+
+
+def _without_horovod(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Any = None,
+    *,
+    method: Any = None,
+    process_set: Any = None,
+    seed: int = 0,
+    **options: Any,
+) -> Any:
+    """Return an optimizer that trains by a ``method`` such as ``hvd.DiLoCo(sync_every=100)``, among
+    the ranks of a mesh or a process group of ``torch.distributed``; all else needs Horovod."""
+    if method is None or options or not is_group(process_set):
+        return rest_of(_horovod, "DistributedOptimizer", __name__, "PyTorch")
+    from .systems.optimizer import train_locally
+
+    named: dict[str, Any] = {"named_parameters": named_parameters, "process_set": process_set}
+    return train_locally(_engine, optimizer, method, **named, seed=seed)
 
 
 show_log()
@@ -75,6 +94,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Return a name of the systems, which are imported now, or one of ``horovod.torch`` that this
     package does not replace."""
+    if name == "DistributedOptimizer" and isinstance(_horovod, ImportError):
+        return _without_horovod
     if name in _SYSTEMS:
         with _ONE_THREAD:  # pickle needs one class of a name
             if name not in globals():

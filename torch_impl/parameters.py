@@ -69,9 +69,9 @@ def _is_elsewhere(x: torch.Tensor) -> bool:
 _SHARDED = (
     "For a model that FSDP has sharded there is "
     "hvd_compress.torch.compress_replicas(model, mesh['replica'], ...), or a training method "
-    "between replicas, hvd.DiLoCo(optimizer, process_set=mesh['replica']); with tensor "
-    "parallelism alone, wrap the model in DistributedDataParallel and give it the hook of "
-    "hvd_compress.torch.ddp"
+    "between replicas, hvd.DistributedOptimizer(optimizer, method=hvd.DiLoCo(), "
+    "process_set=mesh['replica']); with tensor parallelism alone, wrap the model in "
+    "DistributedDataParallel and give it the hook of hvd_compress.torch.ddp"
 )
 _ELSEWHERE = (
     "Freeze it by requires_grad_(False) and train plain tensors beside it, as LoRA does; "

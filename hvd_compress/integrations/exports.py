@@ -20,7 +20,7 @@ __all__ += methods.__all__
 OF_CODISTILLATION = ("CoordinatedSampler", "Decay", "Ramp")
 #: training methods and what belongs to them, which drop-ins import when they are asked for
 SYSTEMS = (
-    *(*OF_CODISTILLATION, "Codistillation", "local_steps"),
+    *(*OF_CODISTILLATION, "Codistillation"),
     *("DiLoCo", "EASGD", "LeaderSGD", "LocalSGD", "SlowMo", "SparseLoCo"),
     *("ChocoSGD", "DGD", "Diffusion", "EXTRA", "ExactDiffusion"),
     *("GradientTracking", "LEAD"),

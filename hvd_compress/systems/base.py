@@ -19,7 +19,7 @@ from __future__ import annotations
 import abc
 import inspect
 import zlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -197,13 +197,11 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
 
 
 def as_training_method(method: Any) -> TrainingMethod:
-    """Return a method from an instance, or from a class or a function of its name that makes
-    optimizers, which get their defaults.
+    """Return a method from an instance, or from a class, whose options have their defaults then.
 
     Raises:
         ConfigError: it is neither.
     """
-    method = getattr(method, "training_method", method)
     if isinstance(method, type) and issubclass(method, TrainingMethod):
         return method()
     if not isinstance(method, TrainingMethod):
@@ -212,6 +210,39 @@ def as_training_method(method: Any) -> TrainingMethod:
             "hvd_compress.systems.graphs, or LocalSGD() of hvd_compress.systems.rounds"
         )
     return method
+
+
+#: what to do instead of setting an option of ``DistributedOptimizer``
+_INSTEAD = {
+    "compression": "codecs are options of ChocoSGD and LEAD, and compression= one of LocalSGD",
+    "backward_passes_per_step": "gradients add up until step(), however many passes there are",
+}
+
+
+def by_method(
+    train: Callable[..., Any], signature: inspect.Signature, options: Mapping[str, Any]
+) -> Any:
+    """Return what ``train(optimizer, method)`` does, with those of the options of
+    ``DistributedOptimizer`` that it has.
+
+    Args:
+        signature: that of ``DistributedOptimizer``, with the defaults.
+
+    Raises:
+        ConfigError: another one, which is about gradients, is not left out.
+    """
+    known = inspect.signature(train).parameters
+    for option, value in options.items():
+        if option in known:
+            continue
+        default = signature.parameters[option].default
+        if value is not default and value != default:
+            instead = f": {_INSTEAD[option]}" if option in _INSTEAD else ""
+            raise ConfigError(
+                f"{option}={value!r:.60} and method={options['method']!r} cannot be combined, "
+                f"since a training method sends no gradients; leave {option} out{instead}"
+            )
+    return train(**{name: value for name, value in options.items() if name in known})
 
 
 def methods_in(names: Mapping[str, Any]) -> dict[str, type[TrainingMethod]]:

@@ -201,7 +201,7 @@ import hvd_compress.torch as hvd
 barrier, found = threading.Barrier(4), []
 def ask():
     barrier.wait()
-    found.append((hvd.Codistillation, hvd.local_steps))
+    found.append((hvd.Codistillation, hvd.LocalSGD))
 threads = [threading.Thread(target=ask) for _ in range(4)]
 for thread in threads:
     thread.start()
@@ -243,12 +243,27 @@ for _ in range(2):
     model(torch.ones(2, 30)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+sgd = torch.optim.SGD(model.parameters(), 0.1)
+without = hvd_compress.torch.DistributedOptimizer
 try:
-    hvd_compress.torch.allreduce
-except hvd_compress.SetupError as error:
-    assert "hvd-compress-horovod" in str(error)
+    without(sgd, method=hvd_compress.torch.LocalSGD(2), process_set=dist.group.WORLD)
+except hvd_compress.ConfigError as error:
+    assert "there is one replica only" in str(error)
 else:
     raise AssertionError
+for needs in (
+    lambda: hvd_compress.torch.allreduce,
+    lambda: without(sgd, compression="topk"),
+    lambda: without(sgd, method=hvd_compress.torch.LocalSGD(2)),
+):
+    try:
+        needs()
+    except hvd_compress.SetupError as error:
+        assert "hvd-compress-horovod" in str(error)
+    else:
+        raise AssertionError
 """
 
 

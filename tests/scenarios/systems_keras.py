@@ -47,21 +47,45 @@ def a_run_goes_on_from_its_state() -> None:
 
 
 def optimizers_and_options_that_do_not_fit() -> None:
-    wrapped = hvd.local_steps(_sgd(momentum=0.9), hvd.LocalSGD(sync_every=2))
+    wrapped = hvd.DistributedOptimizer(_sgd(momentum=0.9), method=hvd.LocalSGD(sync_every=2))
     assert wrapped.training.method == rounds.LocalSGD(sync_every=2)
     assert isinstance(wrapped, keras.optimizers.SGD)
     assert wrapped.momentum == 0.9
-    used, model, leader = _sgd(), model_of("mlp"), hvd.LeaderSGD(_sgd())
+    used, model, leader = (
+        _sgd(),
+        model_of("mlp"),
+        hvd.DistributedOptimizer(_sgd(), method=hvd.LeaderSGD()),
+    )
     used.build(model.trainable_variables)
     zeros = [tf.zeros(v.shape) for v in model.trainable_variables]
     scaled = keras.optimizers.LossScaleOptimizer(_sgd())
     for error, call, *words in (
-        (ConfigError, lambda: hvd.DiLoCo(wrapped), "distributed already"),
+        (
+            ConfigError,
+            lambda: hvd.DistributedOptimizer(wrapped, method=hvd.DiLoCo()),
+            "distributed already",
+        ),
         (ConfigError, lambda: hvd.LocalSGD("sgd"), "Keras 3"),
-        (ConfigError, lambda: hvd.LocalSGD(used), "used already"),
-        (ConfigError, lambda: hvd.LocalSGD(_sgd(), sync_every=0), "sync_every must be a whole"),
-        (UnsupportedError, lambda: hvd.LocalSGD(_sgd(), buffers="average"), "buffers='average'"),
-        (UnsupportedError, lambda: hvd.LocalSGD(scaled), "loss scaling"),
+        (
+            ConfigError,
+            lambda: hvd.DistributedOptimizer(used, method=hvd.LocalSGD()),
+            "used already",
+        ),
+        (
+            ConfigError,
+            lambda: hvd.DistributedOptimizer(_sgd(), method=hvd.LocalSGD(sync_every=0)),
+            "sync_every must be a whole",
+        ),
+        (
+            UnsupportedError,
+            lambda: hvd.DistributedOptimizer(_sgd(), method=hvd.LocalSGD(buffers="average")),
+            "buffers='average'",
+        ),
+        (
+            UnsupportedError,
+            lambda: hvd.DistributedOptimizer(scaled, method=hvd.LocalSGD()),
+            "loss scaling",
+        ),
         (
             ConfigError,
             lambda: leader.apply(zeros, model.trainable_variables),
@@ -81,7 +105,7 @@ def optimizers_and_options_that_do_not_fit() -> None:
     finally:
         keras.config.set_dtype_policy("float32")
     with raises(UnsupportedError, "mixed_bfloat16"):
-        fit(hvd.LocalSGD(_sgd()), model=half, steps=1)
+        fit(hvd.DistributedOptimizer(_sgd(), method=hvd.LocalSGD()), model=half, steps=1)
 
     @tf.function
     def step() -> None:
@@ -96,7 +120,9 @@ def what_does_not_decay_alone_does_not_decay_here() -> None:
     kernel, bias = (keras.Variable(np.ones(3, "float32"), name=name) for name in ("kernel", "bias"))
     adam = keras.optimizers.AdamW(0.1, weight_decay=0.5)
     adam.exclude_from_weight_decay(var_names=["kernel"])
-    hvd.LocalSGD(adam).apply([tf.zeros(3), tf.zeros(3)], [kernel, bias])
+    hvd.DistributedOptimizer(adam, method=hvd.LocalSGD()).apply(
+        [tf.zeros(3), tf.zeros(3)], [kernel, bias]
+    )
     np.testing.assert_array_equal(kernel.numpy(), np.ones(3))
     np.testing.assert_allclose(bias.numpy(), np.full(3, 1 - 0.1 * 0.5), rtol=1e-6)
 
@@ -104,7 +130,7 @@ def what_does_not_decay_alone_does_not_decay_here() -> None:
 def all_steps_are_on_the_same_variables() -> None:
     """Or the first layer's anchor would be taken for that of the second."""
     variables = [keras.Variable(np.full(4, float(n), "float32")) for n in range(4)]
-    optimizer = hvd.DiLoCo(_sgd(), sync_every=1)
+    optimizer = hvd.DistributedOptimizer(_sgd(), method=hvd.DiLoCo(sync_every=1))
     gradients = [tf.zeros(4)] * 4
     with raises(ValueError, "must already be built"):
         optimizer.apply(gradients)

@@ -12,7 +12,7 @@ import torch
 
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from hvd_compress.systems import graphs, rounds
-from hvd_compress.systems.graphs import LEAD, l1, simulate
+from hvd_compress.systems.graphs import l1, simulate
 from tests.scenarios import applies
 from tests.scenarios.common import assert_close, assert_same_everywhere, loss_of, make_model, sgd
 from tests.scenarios.driver import barrier, hvd, raises
@@ -89,27 +89,19 @@ def a_broadcast_lets_all_ranks_begin_anew() -> None:
         np.testing.assert_allclose(x.detach().numpy(), best, atol=2e-4)
 
 
-def all_doors_are_the_same() -> None:
+def a_class_is_its_defaults() -> None:
     found = []
-    for make in (
-        lambda m: hvd.LocalSGD(sgd(m, nesterov=True), sync_every=2),
-        lambda m: _distributed(hvd.LocalSGD(sync_every=2), m),
-        lambda m: _distributed(hvd.DiLoCo, m),
-        lambda m: hvd.local_steps(sgd(m, nesterov=True), hvd.DiLoCo),
-    ):
+    for method in (hvd.DiLoCo(), hvd.DiLoCo):
         model = make_model()
-        optimizer = make(model)
+        optimizer = _distributed(method, model)
         assert isinstance(optimizer, torch.optim.SGD)
         _train(model, optimizer, range(3))
-        found.append((optimizer.training.method, model))
-    assert found[1][0] == rounds.LocalSGD(sync_every=2)
-    assert found[3][0] == rounds.DiLoCo()
-    for one, other in (found[:2], found[2:]):
-        assert one[0] == other[0]
-        assert_close(one[1], other[1], rtol=0, atol=0)
-    for name in ("Diffusion", "ExactDiffusion", "EXTRA", "ChocoSGD", "GradientTracking"):
-        assert getattr(hvd, name) is getattr(graphs, name)
-    assert hvd.LEAD is LEAD
+        assert optimizer.training.method == rounds.DiLoCo()
+        found.append(model)
+    assert_close(*found, rtol=0, atol=0)
+    for methods in (rounds.METHODS, graphs.METHODS):
+        for name, cls in methods.items():
+            assert getattr(hvd, name) is cls
 
 
 def what_cannot_work_is_refused() -> None:
@@ -131,18 +123,16 @@ def what_cannot_work_is_refused() -> None:
         _distributed(hvd.Diffusion, model, torch.optim.LBFGS(model.parameters()))
     with raises(ConfigError, "rows=7"):
         _distributed(hvd.Diffusion("grid:rows=7"), model)
-    with raises(ConfigError, "seed= needs an optimizer", r"method=hvd.SlowMo\(...\)"):
-        hvd.SlowMo(seed=3)
-    with raises(ConfigError, "not int"):
-        hvd.LocalSGD(8)
+    with raises(ConfigError, "sync_every must be a whole number"):
+        hvd.LocalSGD(sgd(model))
     if hvd.size() > 2:
         with raises(ConfigError, "undirected"):
             _distributed(hvd.LEAD("one_peer"), model)
     # Nothing was left behind: the same model can still be trained.
-    optimizer = hvd.LocalSGD(sgd(model))
+    optimizer = hvd.DistributedOptimizer(sgd(model), method=hvd.LocalSGD())
     for again in (
         lambda: hvd.DistributedOptimizer(optimizer, compression=hvd.TopK),
-        lambda: hvd.DiLoCo(optimizer),
+        lambda: hvd.DistributedOptimizer(optimizer, method=hvd.DiLoCo()),
     ):
         with raises(ConfigError, "distributed already"):
             again()
@@ -162,7 +152,9 @@ def a_variable_that_names_a_compression_is_for_gradients() -> None:
 
 def a_leader_is_chosen_by_loss() -> None:
     model = make_model()
-    optimizer = hvd.LeaderSGD(sgd(model), local_every=2, global_every=4)
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model), method=hvd.LeaderSGD(local_every=2, global_every=4)
+    )
     loss_of(model, hvd.rank(), 0).backward()
     with raises(ConfigError, "report"):
         optimizer.step()
@@ -179,7 +171,9 @@ def a_leader_is_chosen_by_loss() -> None:
 def momentum_may_be_averaged_or_reset() -> None:
     for buffers in ("average", "reset", "keep"):
         model = make_model()
-        optimizer = hvd.LocalSGD(sgd(model), sync_every=2, buffers=buffers)
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model), method=hvd.LocalSGD(sync_every=2, buffers=buffers)
+        )
         _train(model, optimizer, range(4))
         found = [optimizer.state.get(p, {}).get("momentum_buffer") for p in model.parameters()]
         assert_same_everywhere(model)
@@ -361,7 +355,7 @@ def a_checkpoint_of_another_rank_is_refused_if_it_has_a_state() -> None:
 def ranks_that_begin_apart_can_still_be_made_equal() -> None:
     """Before the first exchange."""
     model = make_model(seed=hvd.rank())
-    optimizer = hvd.DiLoCo(sgd(model, nesterov=True), sync_every=2)
+    optimizer = hvd.DistributedOptimizer(sgd(model, nesterov=True), method=hvd.DiLoCo(sync_every=2))
     _train(model, optimizer, range(1))
     hvd.broadcast_parameters(model.state_dict(), 0)
     # The first round begins at the parameters of then.
@@ -372,7 +366,9 @@ def ranks_that_begin_apart_can_still_be_made_equal() -> None:
 
 def statistics_of_batch_norm_are_those_of_all_data() -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
-    optimizer = hvd.LocalSGD(torch.optim.SGD(model.parameters(), 0.1))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), method=hvd.LocalSGD()
+    )
     everything = [
         torch.randn(4, 3, generator=torch.Generator().manual_seed(r)) + r for r in range(9)
     ]

@@ -91,9 +91,9 @@ def what_is_trained_is_plain() -> None:
 
 def local_steps_leave_frozen_parameters_alone() -> None:
     model = _Adapted()
-    optimizer = hvd.LocalSGD(
+    optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01),
-        sync_every=2,
+        method=hvd.LocalSGD(sync_every=2),
         named_parameters=model.named_parameters(),
     )
     for step in range(4):
@@ -164,7 +164,9 @@ def groups_that_are_changed_by_hand_are_an_error_everywhere() -> None:
 
 def local_steps_name_parameters_that_were_put_in_by_hand() -> None:
     p = torch.nn.Parameter(torch.ones(3))
-    optimizer = hvd.LocalSGD(torch.optim.SGD([p], lr=0.1), sync_every=2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([p], lr=0.1), method=hvd.LocalSGD(sync_every=2)
+    )
     optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(torch.ones(4))
     with pytest.raises(ConfigError, match="by hand"):
         optimizer.step()
@@ -180,7 +182,7 @@ def a_model_or_a_whole_step_may_be_compiled() -> None:
         model = plain if whole else torch.compile(plain, backend=backend)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if method == "local":
-            optimizer = hvd.LocalSGD(optimizer, sync_every=2)
+            optimizer = hvd.DistributedOptimizer(optimizer, method=hvd.LocalSGD(sync_every=2))
         else:
             optimizer = distribute(optimizer, model, method)
         ascent = hvd.SAM(model, rho=0.1)
@@ -299,8 +301,8 @@ def optimizers_around_others_say_what_to_wrap() -> None:
         name = type(optimizer).__name__
         with pytest.raises(UnsupportedError, match=rf"{name}\(hvd\.DistributedOptimizer"):
             distribute(optimizer, model, "topk:density=0.1")
-        with pytest.raises(UnsupportedError, match=rf"{name}\(hvd\.LocalSGD\(inner"):
-            hvd.LocalSGD(optimizer, sync_every=2)
+        with pytest.raises(UnsupportedError, match=rf"{name}\(hvd\.DistributedOptimizer\(inner"):
+            hvd.DistributedOptimizer(optimizer, method=hvd.LocalSGD(sync_every=2))
     around = _Lookahead(distribute(inner, model, "topk:density=0.1"))
     for step in range(4):
         around.zero_grad()

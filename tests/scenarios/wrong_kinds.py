@@ -70,7 +70,7 @@ def what_functions_and_classes_are_given() -> None:
 def what_methods_are_given() -> None:
     things = {
         "optimizer": lambda: hvd.DistributedOptimizer(_sgd(), compression="topk:density=0.5"),
-        "LocalSGD": lambda: hvd.LocalSGD(_sgd(), sync_every=2),
+        "LocalSGD": lambda: hvd.DistributedOptimizer(_sgd(), method=hvd.LocalSGD(sync_every=2)),
         "DDPState": lambda: hvd.DDPState("topk"),
         "SAM": lambda: hvd.SAM(torch.nn.Linear(3, 2)),
         "TopK": lambda: hvd.TopK(),

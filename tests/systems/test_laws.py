@@ -14,10 +14,9 @@ from hvd_compress.config import from_config
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.integrations.exports import SYSTEMS
-from hvd_compress.systems import Coordinator, Ranks, graphs
+from hvd_compress.systems import Coordinator, Ranks, graphs, rounds
 from hvd_compress.systems.graphs import LEAD
 from hvd_compress.systems.rounds import LeaderSGD
-from hvd_compress.systems.rounds.factories import METHODS
 from tests.systems.ranks import LR, NAMES, SIZE, Served, Trained
 from tests.systems.table import GRAPHS, ROUNDS, SERVERS, TABLE, TEACHERS
 
@@ -41,8 +40,8 @@ def check_close(x, y, **options):
 
 
 def test_all_are_here():
-    assert {type(row.method) for row in ROUNDS} >= {*METHODS.values()}
-    assert {*METHODS, *graphs.METHODS} <= {*SYSTEMS}, "drop-ins would not have them"
+    assert {type(row.method) for row in ROUNDS} >= {*rounds.METHODS.values()}
+    assert {*rounds.METHODS, *graphs.METHODS} <= {*SYSTEMS}, "drop-ins would not have them"
     assert all(map(len, (GRAPHS, TEACHERS, SERVERS)))
 
 

@@ -218,7 +218,7 @@ def test_momentum_that_is_nan_is_lost_with_its_round(make):
     p = torch.nn.Parameter(torch.ones(3))
     options = {"momentum": 0.9} if make == "SGD" else {"weight_decay": 0.0}
     inner = getattr(torch.optim, make)([p], 0.1, **options)
-    optimizer = train_locally(inner, DiLoCo(PLAIN, sync_every=2), LocalEngine())
+    optimizer = train_locally(lambda _: LocalEngine(), inner, DiLoCo(PLAIN, sync_every=2))
     found = []
     for step in range(8):
         p.grad = torch.full((3,), float("nan") if step == 2 else 1.0)

@@ -1,5 +1,5 @@
-"""``hvd.LocalSGD(optimizer, sync_every=8)`` and the like for Keras 3; the methods themselves are in
-:mod:`hvd_compress.systems.rounds`.
+"""``hvd.DistributedOptimizer(optimizer, method=...)`` for Keras 3; the methods themselves are in
+:mod:`hvd_compress.systems`.
 
 What a method does around a local step is Python on NumPy arrays: graphs call it, and assign what it
 returns only where it has changed something.
@@ -18,9 +18,8 @@ import tensorflow as tf
 from hvd_compress.backends.weak import weakly
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.systems import Coordinator, TrainingMethod, graphs
+from hvd_compress.systems import Coordinator, TrainingMethod, graphs, rounds
 from hvd_compress.systems.base import Arrays, as_training_method
-from hvd_compress.systems.rounds.factories import factories_of
 from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp
 from hvd_compress.systems.teachers.codistiller import codistillation_over
 
@@ -180,13 +179,22 @@ def _array(x: tf.Tensor) -> np.ndarray:
     return tf.cast(x, tf.float32).numpy() if x.dtype == tf.bfloat16 else x.numpy()
 
 
-def _train_locally(
+def train_locally(
+    make_engine: Callable[[Any], Engine],
     optimizer: Any,
     method: TrainingMethod | type[TrainingMethod],
-    make_engine: Callable[[], Engine],
-    seed: int,
+    *,
+    process_set: Any = None,
+    seed: int = 0,
 ) -> Any:
-    """Return an optimizer like ``optimizer`` that trains by ``method``."""
+    """Return an optimizer like ``optimizer``, of Keras 3, that trains by ``method``.
+
+    Args:
+        make_engine: of a process set, ``None`` for all ranks.
+
+    Raises:
+        ConfigError, UnsupportedError: an option has a value that cannot be honoured.
+    """
     method = as_training_method(method)
     if isinstance(optimizer, CompressedOptimizer | LocalStepsOptimizer):
         raise ConfigError(
@@ -208,56 +216,20 @@ def _train_locally(
             f"buffers={method.buffers!r}: with Keras, ranks keep the state of their local "
             "optimizers; leave it out"
         )
-    training = Coordinator(method, make_engine(), seed=seed)
+    training = Coordinator(method, make_engine(process_set), seed=seed)
     new = made_like(optimizer, LocalStepsOptimizer)
     new.training, new.may_be_wrapped = training, False
     return new
 
 
-_MORE = """
-
-    The optimizer of this name takes ``optimizer`` first, one of Keras 3, and returns one of a class
-    made from it, with ``training`` as its attribute.  Without ``optimizer`` it is the method
-    itself, for ``hvd.DistributedOptimizer(optimizer, method=...)``.  More arguments:
-
-        process_set: the ranks that take part; ``None`` for all.
-        seed: for randomness that the ranks share.
-"""
-
-
-def systems_over(
-    of_arrays: Callable[[Any], Engine], of_tensors: Callable[[Any], Engine], module: str
-) -> dict[str, Any]:
-    """Return what systems add to ``module``, by name, over engines for NumPy arrays and for eager
-    tensors, which these functions make of process sets."""
-
-    def local_steps(
-        optimizer: Any,
-        method: TrainingMethod | type[TrainingMethod],
-        *,
-        process_set: Any = None,
-        seed: int = 0,
-    ) -> Any:
-        """Return an optimizer like ``optimizer``, of Keras 3, that trains by a method of
-        ``hvd_compress.systems.rounds``, such as ``LocalSGD(sync_every=8)``, of
-        ``hvd_compress.systems.graphs``, such as ``ExactDiffusion("cycle")``, or one of your own.
-
-        Args:
-            optimizer: takes the local steps; of any class, without loss scaling, and not used
-                before.
-            method: the training method.
-            process_set: the ranks that take part; ``None`` for all.
-            seed: for randomness that the ranks share.
-
-        Raises:
-            ConfigError, UnsupportedError: an option has a value that cannot be honoured.
-        """
-        return _train_locally(optimizer, method, lambda: of_arrays(process_set), seed)
+def systems_over(make_engine: Callable[[Any], Engine], module: str) -> dict[str, Any]:
+    """Return what systems add to ``module``, by name, over the engines for eager tensors that
+    ``make_engine`` makes of process sets."""
 
     return {
-        **factories_of(local_steps, module, {"process_set": None, "seed": 0}, _MORE),
+        **rounds.METHODS,
         **graphs.METHODS,
-        "Codistillation": codistillation_over(KerasCodistiller, of_tensors, module),
+        "Codistillation": codistillation_over(KerasCodistiller, make_engine, module),
         "CoordinatedSampler": CoordinatedSampler,
         "Decay": Decay,
         "Ramp": Ramp,

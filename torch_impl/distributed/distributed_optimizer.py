@@ -3,7 +3,7 @@ training method a :class:`LocalStepsOptimizer`."""
 
 from __future__ import annotations
 
-import importlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,13 +19,16 @@ from hvd_compress.methods import as_compressor
 
 from ..parameters import Groups, Parameter, check_groups, names_of_parameters
 from ..state.momentum import check_group, check_sparse_step
-from ..systems.optimizer import check_users
+from ..systems.optimizer import check_users, train_locally
 from .binding import Binding
 from .compressed_optimizer import CompressedOptimizer
 
 
 def wrap_factory(
-    hvd: Any, factory: Callable[..., Any], make_engine: Callable[[Any, float], Engine]
+    hvd: Any,
+    factory: Callable[..., Any],
+    make_engine: Callable[[Any, float], Engine],
+    engine_of: Callable[[Any], Engine],
 ) -> Callable[..., Any]:
     """Return Horovod's ``DistributedOptimizer`` that takes this package's compressors and training
     methods as well.
@@ -34,6 +37,8 @@ def wrap_factory(
         hvd: the module ``horovod.torch``.
         factory: its ``DistributedOptimizer``, to which all other compressions go.
         make_engine: of a process set and a predivide factor.
+        engine_of: of a process set, a mesh or a group of ``torch.distributed``, for training
+            methods.
     """
     signature = with_options(factory, seed=0, sparse_step=False, method=None)
 
@@ -76,11 +81,11 @@ def wrap_factory(
         """
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("method") is not None:
-            from hvd_compress.systems.rounds.factories import distribute_by_method
+            from hvd_compress.systems.base import by_method
 
             given.apply_defaults()
-            local_steps = importlib.import_module("hvd_compress.torch").local_steps
-            return distribute_by_method(local_steps, signature, given.arguments)
+            train = functools.partial(train_locally, engine_of)
+            return by_method(train, signature, given.arguments)
         check_process_set(given.arguments.get("process_set", hvd.global_process_set))
         call = bind_call(signature, args, kwargs, hvd, gather)
         del call.arguments["method"]
@@ -130,7 +135,7 @@ def distribute(
         groups = num_groups if groups is None else groups
     check_groups(groups)
     options = HorovodOptions.checked(hvd, method, groups=groups, **shared)
-    check_users(optimizer, "DistributedOptimizer")
+    check_users(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS evaluates gradients inside step(), where they cannot be averaged"

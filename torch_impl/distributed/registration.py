@@ -16,6 +16,7 @@ skipped counts as well, so that the rank meets the others in time.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ from .compressed_optimizer import CompressedOptimizer, bound_optimizers
 from .distributed_optimizer import wrap_factory
 
 
-def register(hvd: Any) -> None:
-    """Wrap the public functions of ``horovod.torch``, once per process."""
+def register(hvd: Any, engine_of: Callable[[Any], Engine]) -> None:
+    """Wrap the public functions of ``horovod.torch``, once per process; for ``engine_of`` see
+    :func:`.wrap_factory`."""
     factory = hvd.DistributedOptimizer
     if hasattr(factory, "__wrapped_by_hvd_compress__"):
         return
@@ -40,7 +42,7 @@ def register(hvd: Any) -> None:
     def make_engine(process_set: Any, predivide: float) -> Engine:
         return HorovodEngine(hvd, process_set, predivide)
 
-    hvd.DistributedOptimizer = wrap_factory(hvd, factory, make_engine)
+    hvd.DistributedOptimizer = wrap_factory(hvd, factory, make_engine, engine_of)
     hvd.optimizer.DistributedOptimizer = hvd.DistributedOptimizer
     broadcast = hvd.broadcast_optimizer_state
 

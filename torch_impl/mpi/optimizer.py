@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +16,7 @@ from hvd_compress.integrations.environment import chosen
 from hvd_compress.mpi.objects import broadcast_bytes
 from hvd_compress.mpi.process_sets import ProcessSet, engine_over, global_process_set, rank
 from hvd_compress.systems import TrainingMethod
-from hvd_compress.systems.rounds.factories import distribute_by_method
+from hvd_compress.systems.base import by_method
 
 from ..distributed.compressed_optimizer import CompressedOptimizer
 from ..distributed.distributed_optimizer import distribute
@@ -23,7 +24,7 @@ from ..distributed.registration import watch_grad_scaler
 from ..state import checkpoint
 from ..systems.averaging import entries_of
 from ..systems.names import systems_over
-from ..systems.optimizer import LocalStepsOptimizer, broadcast_training_state
+from ..systems.optimizer import LocalStepsOptimizer, broadcast_training_state, train_locally
 from . import collectives
 from .collectives import Average, Compression, bytes_of, put_bytes
 
@@ -75,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
         process_set.rank()  # says if init() is missing
     if method is not None:
         signature = inspect.signature(DistributedOptimizer)
-        return distribute_by_method(SYSTEMS["local_steps"], signature, options)
+        return by_method(functools.partial(train_locally, engine_over), signature, options)
     del options["method"]
     options["compression"] = chosen(compression, Compression.none, rank)
     return distribute(collectives, engine_over, **options)

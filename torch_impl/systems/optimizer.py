@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvd_compress.config import check_process_set
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import CompressionError, ConfigError, MismatchError, UnsupportedError
 from hvd_compress.reduce.state_file import refused
@@ -29,7 +30,7 @@ from ..parameters import (
     names_of_parameters,
     not_told,
 )
-from ..replicas import check_shards
+from ..replicas import check_shards, is_group
 from ..state.checkpoint import BUFFERS, broadcast_tree
 from ..state.optimizer_host import check_closure, loss_of
 
@@ -48,8 +49,8 @@ _NO_BUFFERS = (
 class LocalStepsOptimizer(torch.optim.Optimizer):
     """An optimizer whose ``step()`` is a local step with what a training method does around it.
 
-    ``DistributedOptimizer(optimizer, method=...)``, ``local_steps``, or a function with the name of
-    the method makes it, with the ``names`` of parameters, which may be ``sharded``.
+    ``DistributedOptimizer(optimizer, method=...)`` makes it, with the ``names`` of parameters,
+    which may be ``sharded``.
 
     Nothing travels during the backward pass.  All ranks take equally many steps, which a step that
     a ``GradScaler`` skips counts as, too: the rank stays where it is and meets the others in time.
@@ -63,7 +64,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             ``method``.
 
     >>> w = torch.nn.Parameter(torch.ones(2))
-    >>> optimizer = hvd.LocalSGD(torch.optim.SGD([w], lr=0.1), sync_every=2)
+    >>> sgd = torch.optim.SGD([w], lr=0.1)
+    >>> optimizer = hvd.DistributedOptimizer(sgd, method=hvd.LocalSGD(sync_every=2))
     >>> for _ in range(4):
     ...     optimizer.zero_grad()
     ...     w.square().sum().backward()
@@ -350,14 +352,18 @@ def moved(tree: Any, devices: Mapping[str, torch.device], device: Any = None) ->
 
 
 def train_locally(
+    make_engine: Callable[[Any], Engine],
     optimizer: torch.optim.Optimizer,
     method: TrainingMethod | type[TrainingMethod],
-    engine: Engine,
     *,
     named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+    process_set: Any = None,
     seed: int = 0,
 ) -> LocalStepsOptimizer:
     """Return an optimizer of a class made from that of ``optimizer``, which trains by ``method``.
+
+    Args:
+        make_engine: of a process set, ``None`` for all ranks.
 
     Raises:
         ConfigError: an option has a value that cannot be honoured.
@@ -367,7 +373,10 @@ def train_locally(
     from hvd_compress.systems.base import as_training_method
 
     method = as_training_method(method)
-    check_users(optimizer, type(method).__name__)
+    if process_set is not None and not is_group(process_set):
+        check_process_set(process_set)
+    engine = make_engine(process_set)
+    check_users(optimizer)
     if method.acts_before and isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             f"LBFGS evaluates gradients inside step(), where {type(method).__name__} cannot act; "
@@ -385,21 +394,17 @@ def train_locally(
     return local
 
 
-def check_users(optimizer: Any, call: str) -> None:
-    """Raise an error unless this is an optimizer of the user's own, whose state can be saved.
-
-    Args:
-        call: the name of the call that takes it.
-    """
+def check_users(optimizer: Any) -> None:
+    """Raise an error unless this is an optimizer of the user's own, whose state can be saved."""
     check_optimizer(optimizer)
     if is_distributed(optimizer):
         raise ConfigError(
             "this optimizer is distributed already; pass the one that it was made from"
         )
-    _check_form(optimizer, call)
+    _check_form(optimizer)
 
 
-def _check_form(optimizer: torch.optim.Optimizer, call: str) -> None:
+def _check_form(optimizer: torch.optim.Optimizer) -> None:
     """Raise ``UnsupportedError`` unless parameters and their states are where PyTorch's own
     optimizers have them, and numbered so in a state dict."""
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
@@ -417,7 +422,7 @@ def _check_form(optimizer: torch.optim.Optimizer, call: str) -> None:
     raise UnsupportedError(
         f"{kind} has no state_dict() as optimizers of PyTorch have ({problem}), so it could not be "
         f"saved. If it stands around another optimizer, distribute that one: "
-        f"{kind}(hvd.{call}(inner, ...))"
+        f"{kind}(hvd.DistributedOptimizer(inner, ...))"
     )
 
 

@@ -1,6 +1,7 @@
 """Methods with local steps between exchanges, in which all ranks meet."""
 
 from hvd_compress.optimizers.outer import OuterSGD
+from hvd_compress.systems.base import methods_in
 from hvd_compress.systems.rounds.diloco import DiLoCo
 from hvd_compress.systems.rounds.easgd import EASGD
 from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
@@ -9,3 +10,6 @@ from hvd_compress.systems.rounds.slowmo import SlowMo
 from hvd_compress.systems.rounds.sparse_loco import SparseLoCo
 
 __all__ = ["EASGD", "DiLoCo", "LeaderSGD", "LocalSGD", "OuterSGD", "SlowMo", "SparseLoCo"]
+
+#: the training methods
+METHODS = methods_in(globals())

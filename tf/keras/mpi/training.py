@@ -1,10 +1,10 @@
 """Training that exchanges something else than gradients, over MPI."""
 
-from typing import Any
+import functools
 
 from hvd_compress.mpi.process_sets import engine_over
 
-from ..local_training import systems_over
+from ..local_training import systems_over, train_locally
 
-local_steps: Any
-globals().update(systems_over(engine_over, engine_over, "hvd_compress.tensorflow.keras.mpi"))
+train = functools.partial(train_locally, engine_over)
+globals().update(systems_over(engine_over, "hvd_compress.tensorflow.keras.mpi"))
