@@ -51,11 +51,8 @@ def optimizers_and_options_that_do_not_fit() -> None:
     assert wrapped.training.method == rounds.LocalSGD(sync_every=2)
     assert isinstance(wrapped, keras.optimizers.SGD)
     assert wrapped.momentum == 0.9
-    used, model, leader = (
-        _sgd(),
-        model_of("mlp"),
-        hvd.DistributedOptimizer(_sgd(), method=hvd.LeaderSGD()),
-    )
+    used, model = _sgd(), model_of("mlp")
+    leader = hvd.DistributedOptimizer(_sgd(), method=hvd.LeaderSGD())
     used.build(model.trainable_variables)
     zeros = [tf.zeros(v.shape) for v in model.trainable_variables]
     scaled = keras.optimizers.LossScaleOptimizer(_sgd())
@@ -65,7 +62,7 @@ def optimizers_and_options_that_do_not_fit() -> None:
             lambda: hvd.DistributedOptimizer(wrapped, method=hvd.DiLoCo()),
             "distributed already",
         ),
-        (ConfigError, lambda: hvd.LocalSGD("sgd"), "Keras 3"),
+        (ConfigError, lambda: hvd.DistributedOptimizer("sgd", method=hvd.LocalSGD()), "Keras 3"),
         (
             ConfigError,
             lambda: hvd.DistributedOptimizer(used, method=hvd.LocalSGD()),
