@@ -28,6 +28,7 @@ from hvd_compress.cli.options import parser_of, picture_file, positive
 from hvd_compress.cli.tables import text_table
 from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
+from mpi_examples.study import half_width
 
 #: what is tried on each recipe
 METHODS = {
@@ -40,7 +41,6 @@ METHODS = {
         *("none", "bf16", "linear", "powersgd:rank=2", "topk:density=0.01", "topk:density=0.001"),
         *("dgc", "dgc:compact", "onebit", "ef21"),
     ),
-    "lstm": ("none", "bf16", "linear", "powersgd:rank=4", "topk:density=0.01", "dgc", "onebit"),
 }
 RESULTS = Path(__file__).with_suffix(".json")
 RANKS = 4
@@ -53,13 +53,13 @@ class Run(NamedTuple):
 
     recipe: str
     method: str
-    horizon: int  # times the steps of the recipe
+    horizon: float  # times the steps of the recipe
     factor: float  # times its learning rate
     seed: int
 
     @property
     def key(self) -> str:
-        return f"{self.recipe} {self.horizon}x {self.method} lr*{self.factor:g} seed={self.seed}"
+        return f"{self.recipe} {self.horizon:g}x {self.method} lr*{self.factor:g} seed={self.seed}"
 
 
 class Group(NamedTuple):
@@ -72,22 +72,10 @@ class Group(NamedTuple):
     dense: int
 
 
-#: the 97.5 % points of Student's distribution, for 2 to 10 values
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-
-
-def half_width(values: Sequence[float]) -> float:
-    """Return that of the mean's 95 % confidence interval; infinite for one value."""
-    if len(values) < 2:
-        return math.inf
-    quantile = STUDENT[min(len(values), 10) - 2]
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
-
-
 def in_order(
     recipe: str,
     methods: Sequence[str],
-    horizons: Sequence[int],
+    horizons: Sequence[float],
     factors: Sequence[float],
     seeds: int,
 ) -> Iterator[Run]:
@@ -98,7 +86,7 @@ def in_order(
             yield Run(recipe, method, horizon, factor, seed)
 
 
-def groups(known: dict[str, Any], wanted: Sequence[Run]) -> dict[tuple[str, int, str], Group]:
+def groups(known: dict[str, Any], wanted: Sequence[Run]) -> dict[tuple[str, float, str], Group]:
     """Return what is known of each recipe, horizon and method, at the learning rate with the least
     mean loss over the seeds that all rates of it have."""
     found: dict[Any, dict[float, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
@@ -158,7 +146,7 @@ def tables(known: dict[str, Any], wanted: Sequence[Run]) -> str:
                 )
             )
         header = ("method", "test loss", "lost", "95 %", "score", "sent per step", "ratio")
-        texts.append(f"{recipe}, {horizon}x\n{text_table((*header, 'lr', 'seeds'), lines)}")
+        texts.append(f"{recipe}, {horizon:g}x\n{text_table((*header, 'lr', 'seeds'), lines)}")
     return "\n\n".join(texts)
 
 
@@ -183,7 +171,7 @@ def picture(known: dict[str, Any], wanted: Sequence[Run], file: Path) -> None:
             axis.errorbar(x, y, width if math.isfinite(width) else 0, fmt="o", capsize=3)
             axis.annotate(method, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
         axis.axhline(0, color="grey", linewidth=0.8)
-        axis.set(xscale="log", title=f"{panel[0]}, {panel[1]}x", xlabel="times fewer bytes")
+        axis.set(xscale="log", title=f"{panel[0]}, {panel[1]:g}x", xlabel="times fewer bytes")
     axes[0][0].set_ylabel("test loss above dense training")
     figure.tight_layout()
     figure.savefig(file, dpi=120)
@@ -193,7 +181,7 @@ def arguments() -> Any:
     parser = parser_of(__doc__)
     parser.add_argument("--recipes", nargs="+", choices=sorted(METHODS), default=["bytes"])
     parser.add_argument("--methods", nargs="+", help="instead of those of each recipe")
-    parser.add_argument("--horizons", nargs="+", type=positive, default=[1, 4])
+    parser.add_argument("--horizons", nargs="+", type=float, default=[1, 4])
     parser.add_argument("--factors", nargs="+", type=float, default=FACTORS, help="of the rate")
     parser.add_argument("--seeds", type=positive, default=3)
     parser.add_argument("--minutes", type=float, default=math.inf, help="no run starts later")

@@ -200,7 +200,9 @@ def distributed(recipe: Recipe, text: str, model: torch.nn.Module, steps: int) -
     group = plain(recipe.lr).param_groups[0]
     options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
     freeze = "freeze_step" if method.partner == "OneBitAdam" else "var_freeze_step"
-    partner = getattr(hvd, method.partner)(model.parameters(), **options, **{freeze: steps // 5})
+    partner = getattr(hvd, method.partner)(
+        model.parameters(), **options, **{freeze: max(steps // 5, 1)}
+    )
     return hvd.DistributedOptimizer(partner, compression=partner.compressor(), **named)
 
 
@@ -211,7 +213,7 @@ def train(run: Run, file: Path | None) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     recipe = RECIPES[run.recipe](file)
     recipe = dataclasses.replace(recipe, lr=recipe.lr * run.factor)
-    steps = recipe.steps * run.horizon
+    steps = max(round(recipe.steps * run.horizon), 1)
     model = recipe.model()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = distributed(recipe, run.method, model, steps)

@@ -21,7 +21,7 @@ import multiprocessing
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -42,6 +42,7 @@ from mpi_examples.data import columns, digits, segments, standard_library
 from mpi_examples.demo import compressor
 from mpi_examples.models import LSTM, Transformer, cnn
 from mpi_examples.report import ACCURACY, PERPLEXITY, Measure
+from mpi_examples.study import half_width
 
 RANKS, MOMENTUM = 4, 0.9
 Batch = list[Any]  # of every rank
@@ -407,18 +408,6 @@ def rate(epoch: float, settings: Settings) -> float:
         return 0.1 + 0.9 * epoch / settings.warmup_epochs
     rest = (epoch - settings.warmup_epochs) / (settings.epochs - settings.warmup_epochs)
     return (1 + math.cos(math.pi * rest)) / 2
-
-
-#: the 97.5 % points of Student's distribution, for 2 to 10 runs
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-
-
-def half_width(values: Sequence[float]) -> float:
-    """Return that of the mean's 95 % confidence interval; infinite for one value."""
-    if len(values) < 2:
-        return math.inf
-    quantile = STUDENT[min(len(values), 10) - 2]
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def table(name: str, runs: dict[str, list[dict[str, float]]]) -> str:

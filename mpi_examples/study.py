@@ -97,3 +97,15 @@ def milliseconds(seconds: Sequence[float]) -> str:
 
 def first(values: Sequence[Any]) -> str:
     return str(values[0])
+
+
+#: the 97.5 % points of Student's distribution, for 2 to 10 values
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return that of the mean's 95 % confidence interval; infinite for one value."""
+    if len(values) < 2:
+        return math.inf
+    quantile = STUDENT[min(len(values), 10) - 2]
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
