@@ -122,9 +122,9 @@ def check_laws(
         shapes: of gradients.
         steps: exchanges in a row.
         tolerance: how far ``mean`` may be from the average of what was sent, relative to the
-            tensor's largest average magnitude: the rounding error of the type in which the ranks' sum is sent,
-            2**-11 for float16 and 2**-8 for bfloat16 at most.  Zero for sums in full precision:
-            the rounding of the gradient's own dtype is always allowed.
+            tensor's largest average magnitude: the rounding error of the type in which the ranks'
+            sum is sent, 2**-11 for float16 and 2**-8 for bfloat16 at most.  Zero for sums in full
+            precision: the rounding of the gradient's own dtype is always allowed.
         agreement: largest relative difference between a framework and NumPy.
         went_in: ``(gradient, old state, context) -> flat array`` that was sent or remains; needed
             only for a method with a "residual" that is no chain and no plain error feedback.
