@@ -275,7 +275,7 @@ def _check_mean(case: _Case, mean: np.ndarray, parts: Sequence[np.ndarray]) -> N
     roundings = 2 if case.dtype in ("float16", "bfloat16") else 1
     allowed = (roundings * own + (case.size + 2) * adding) * magnitude
     # Those of a product of factors are relative to its terms, which may cancel in an element.
-    allowed += case.tolerance * magnitude.max(initial=0.0)
+    allowed += case.tolerance * np.max(magnitude, initial=0.0)
     allowed += _smallest(case.dtype)
     error = np.abs(mean - sum(parts) / case.size)
     case.require(
