@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import quality
 from benchmarks.quality import Run
+from hvd_compress.stats import human_bytes
 from mpi_examples.study import half_width
 from tests import jobs
 
@@ -35,6 +36,18 @@ def test_the_best_learning_rate_counts_and_losses_are_compared_by_seed():
     # 12.71 * stdev(0.25, 1.25) / sqrt(2) = 6.355
     expected = [METHODS[1], "2.7500", "+0.7500", "±", "6.3550", "27.50", "100", "B", "4x", "2", "2"]
     assert line == expected
+
+
+def test_rows_of_the_page_are_those_of_the_runs():
+    known = json.loads(quality.RESULTS.read_text())
+    wanted = quality.in_order("bytes", quality.METHODS["bytes"], [1], [1.0], 1)
+    rows = quality.groups(known, list(wanted))
+    assert [method for _, _, method in rows] == [*quality.METHODS["bytes"]]
+    page = (jobs.ROOT / "docs/accuracy.md").read_text()
+    for (_, _, method), row in rows.items():
+        ratio = f"{row.dense / row.sent:.0f}x"
+        line = f"| `{method}` | {row.scores[0]:.2f} | {human_bytes(row.sent)} | {ratio} |"
+        assert line in page
 
 
 def test_half_a_confidence_interval():
