@@ -759,7 +759,7 @@ def nothing_stays_of_what_is_gone() -> None:
         return hvd_keras.DistributedOptimizer(sgd(0.01), compression=SPARSE)
 
     def local() -> Any:
-        return hvd_keras.LocalSGD(sgd(0.01), sync_every=2)
+        return hvd_keras.DistributedOptimizer(sgd(0.01), method=hvd_keras.LocalSGD(sync_every=2))
 
     # What other scenarios have left takes a second to look through, each time.
     gc.freeze()
