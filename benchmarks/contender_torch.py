@@ -32,7 +32,7 @@ class AbsentError(Exception):
 
 
 class Contender:
-    """What a row times, from backward to the step of SGD.
+    """The work that a row times, from backward to the step of SGD.
 
     Backward is one multiplication a tensor, and sleeps until each tensor is due, which is in
     proportion to the elements; so the processor is free meanwhile, as beside a GPU.  Contenders

@@ -17,7 +17,6 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from hvd_compress.engines.lockstep import World
 from mpi_examples import accuracy
 from mpi_examples.data import Arrays, mnist, mnist_cache, mnist_folder
 from mpi_examples.demo import compressor
-from mpi_examples.study import spread
+from mpi_examples.study import spread, warmed_up
 
 RESULTS = Path(__file__).with_suffix(".json")
 INPUTS, CLASSES, BATCH = 784, 10, 128  # of all ranks together
@@ -160,12 +159,7 @@ def train(cell: Cell, seed: int, data: Arrays) -> dict[str, Any]:
     and in the last."""
     torch.set_num_threads(1)
     x, x_test, y, y_test = map(torch.from_numpy, data)
-    x, x_test, y, y_test = (
-        x.reshape(-1, INPUTS),
-        x_test.reshape(-1, INPUTS),
-        y.long(),
-        y_test.long(),
-    )
+    x, x_test = x.reshape(-1, INPUTS), x_test.reshape(-1, INPUTS)
     widths = INPUTS, *map(int, cell.hidden.split("-")), CLASSES
     weights = drawn(widths, np.random.default_rng(seed))
     #: Nesterov's, of the optimizer where the method does not have it
@@ -183,7 +177,8 @@ def train(cell: Cell, seed: int, data: Arrays) -> dict[str, Any]:
                 loss = functional.cross_entropy(logits(weights, x[mine]), y[mine])
                 own = torch.autograd.grad(loss, [*weights.values()])
                 gradients.append({n: g.numpy() for n, g in zip(weights, own, strict=True)})
-            before, lr = world.record.bytes_sent, cell.lr * rate(now, cell.epochs)
+            before = world.record.bytes_sent
+            lr = cell.lr * warmed_up(now / cell.epochs, WARMUP / cell.epochs)
             outcomes = world.exchange_all(gradients, momentum=inside, nesterov=inside > 0)[0]
             bytes_sent.append(world.record.bytes_sent - before)
             for name, outcome in outcomes.items():
@@ -221,13 +216,6 @@ def logits(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         x = functional.linear(x, weights[f"weight{layer}"], weights[f"bias{layer}"])
         x = x.relu() if layer + 1 < layers else x
     return x
-
-
-def rate(epoch: float, epochs: int) -> float:
-    """Return what to multiply the learning rate with: up from a tenth, then down a cosine."""
-    if epoch < WARMUP:
-        return 0.1 + 0.9 * epoch / WARMUP
-    return 0.5 + 0.5 * math.cos(math.pi * (epoch - WARMUP) / max(epochs - WARMUP, 1))
 
 
 def main() -> None:

@@ -1,13 +1,15 @@
-"""What each method loses where people train: recipes x methods x horizons x learning rates x seeds.
+"""The loss that each method costs, by recipe, horizon and seed, at its best learning rate.
 
     python -m benchmarks.quality
     python -m benchmarks.quality --recipes bytes --methods none topk:density=0.01 --minutes 10
-    python -m benchmarks.quality --minutes 0 --picture docs/quality.png  # of what is known
+    python -m benchmarks.quality --minutes 0 --picture results/quality.png  # of what is known
 
-Real ranks train over MPI by the calls that users write.  What was trained is kept in ``--results``
-and not trained again; what says most comes first, so any number of minutes is of use.  A method may
-be one of compression (``topk:density=0.01``), a part of an optimizer (``onebit_adam``), or one that
-trains between exchanges (``local_sgd:sync_every=4,compression=topk:density=0.04``).
+Real ranks train over MPI by the calls that users write.  Runs are kept in ``--results`` and not
+done again.  The most telling ones come first, so any number of minutes is of use.
+
+A method may be one of compression (``topk:density=0.01``), a part of an optimizer
+(``onebit_adam``), or one that trains between exchanges
+(``local_sgd:sync_every=4,compression=topk:density=0.04``).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from benchmarks.turns import write_rows
 from hvd_compress.cli.options import parser_of, picture_file, positive
 from hvd_compress.cli.tables import text_table
 from hvd_compress.integrations.launch import under_mpirun
@@ -37,10 +40,6 @@ METHODS = {
         *("topk:density=0.1", "onebit", "onebit_adam", "diloco:sync_every=10"),
         "local_sgd:sync_every=4,compression=topk:density=0.04",
     ),
-    "mnist": (
-        *("none", "bf16", "linear", "powersgd:rank=2", "topk:density=0.01", "topk:density=0.001"),
-        *("dgc", "dgc:compact", "onebit", "ef21"),
-    ),
 }
 RESULTS = Path(__file__).with_suffix(".json")
 RANKS = 4
@@ -48,10 +47,10 @@ RANKS = 4
 FACTORS = (1.0, 0.5, 2.0)
 
 
-class Run(NamedTuple):
+class Training(NamedTuple):
     """One training, and the key that it is kept by."""
 
-    recipe: str
+    recipe: str  # with the name of a file that was given
     method: str
     horizon: float  # times the steps of the recipe
     factor: float  # times its learning rate
@@ -78,17 +77,19 @@ def in_order(
     horizons: Sequence[float],
     factors: Sequence[float],
     seeds: int,
-) -> Iterator[Run]:
+) -> Iterator[Training]:
     """Return the runs of a recipe, the most valuable first: each method once, then its other
     learning rates, then more seeds."""
     for seed, horizon in itertools.product(range(seeds), horizons):
         for factor, method in itertools.product(factors, methods):
-            yield Run(recipe, method, horizon, factor, seed)
+            yield Training(recipe, method, horizon, factor, seed)
 
 
-def groups(known: dict[str, Any], wanted: Sequence[Run]) -> dict[tuple[str, float, str], Group]:
-    """Return what is known of each recipe, horizon and method, at the learning rate with the least
-    mean loss over the seeds that all rates of it have."""
+def groups(
+    known: dict[str, Any], wanted: Sequence[Training]
+) -> dict[tuple[str, float, str], Group]:
+    """Return the rows by recipe, horizon and method, at the best learning rate of each: the one
+    with the least mean loss, over the seeds that all of its rates have."""
     found: dict[Any, dict[float, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
     for run in wanted:
         if run.key in known:
@@ -96,12 +97,11 @@ def groups(known: dict[str, Any], wanted: Sequence[Run]) -> dict[tuple[str, floa
             found[cell][run.factor][run.seed] = known[run.key]
     rows = {}
     for cell, rates in found.items():
-        common = set.intersection(*(set(ends) for ends in rates.values()))
-
-        def loss(factor: float, rates: Any = rates, common: set[int] = common) -> float:
-            return statistics.mean(rates[factor][seed]["loss"] for seed in common)
-
-        best = min(rates, key=loss) if common else next(iter(rates))
+        common = set.intersection(*map(set, rates.values()))
+        sums = {
+            factor: sum(ends[seed]["loss"] for seed in common) for factor, ends in rates.items()
+        }
+        best = min(sums, key=sums.__getitem__)  # the first, without a common seed
         ends = rates[best]
         rows[cell] = Group(
             best,
@@ -120,7 +120,7 @@ def lost(group: Group, dense: Group) -> list[float]:
     ]
 
 
-def tables(known: dict[str, Any], wanted: Sequence[Run]) -> str:
+def tables(known: dict[str, Any], wanted: Sequence[Training]) -> str:
     """One table per recipe and horizon; the differences are those of equal seeds."""
     rows = groups(known, wanted)
     texts = []
@@ -131,7 +131,7 @@ def tables(known: dict[str, Any], wanted: Sequence[Run]) -> str:
             if tuple(cell) != (recipe, horizon):
                 continue
             more = lost(group, dense) if dense and method != "none" else []
-            width = half_width(more) if more else math.inf
+            width = half_width(more) if all(map(math.isfinite, more)) else math.inf
             lines.append(
                 (
                     method,
@@ -150,12 +150,11 @@ def tables(known: dict[str, Any], wanted: Sequence[Run]) -> str:
     return "\n\n".join(texts)
 
 
-def picture(known: dict[str, Any], wanted: Sequence[Run], file: Path) -> None:
+def picture(known: dict[str, Any], wanted: Sequence[Training], file: Path) -> None:
     """Loss above dense training over the bytes that are sent, one panel per recipe and horizon."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
+    from mpi_examples.report import save  # which needs no screen
 
     rows = groups(known, wanted)
     panels = list(dict.fromkeys(cell[:2] for cell in rows if (cell[0], cell[1], "none") in rows))
@@ -164,7 +163,7 @@ def picture(known: dict[str, Any], wanted: Sequence[Run], file: Path) -> None:
         dense = rows[panel[0], panel[1], "none"]
         for (*cell, method), group in rows.items():
             more = lost(group, dense) if tuple(cell) == panel and method != "none" else []
-            if not more:
+            if not more or not all(map(math.isfinite, more)):
                 continue
             x, y = group.dense / group.sent, statistics.mean(more)
             width = half_width(more)
@@ -174,7 +173,7 @@ def picture(known: dict[str, Any], wanted: Sequence[Run], file: Path) -> None:
         axis.set(xscale="log", title=f"{panel[0]}, {panel[1]:g}x", xlabel="times fewer bytes")
     axes[0][0].set_ylabel("test loss above dense training")
     figure.tight_layout()
-    figure.savefig(file, dpi=120)
+    save(figure, file)
 
 
 def arguments() -> Any:
@@ -188,16 +187,19 @@ def arguments() -> Any:
     parser.add_argument("--data", type=Path, help="a file to train bytes on")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=picture_file)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.data and not options.data.is_file():
+        parser.error(f"--data: there is no file {options.data}")
+    return options
 
 
-def wanted(options: Any) -> list[Run]:
+def wanted(options: Any) -> list[Training]:
     """Return all runs that the command line asks for, the most valuable first."""
     runs = [
         run
         for recipe in options.recipes
         for run in in_order(
-            recipe,
+            f"{recipe}({options.data.name})" if options.data and recipe == "bytes" else recipe,
             list(dict.fromkeys(["none", *(options.methods or METHODS[recipe])])),
             options.horizons,
             options.factors,
@@ -227,7 +229,7 @@ def main() -> None:
             end = train(run, options.data)
             if rank == 0:
                 known[run.key] = end
-                options.results.write_text(json.dumps(known, indent=1) + "\n")
+                write_rows(known, options.results)
     if rank == 0:
         print(f"\n{tables(known, runs)}\n\nlost: to dense training of the same seed")
         if options.picture:

@@ -1,11 +1,10 @@
-"""What benchmarks/quality.py trains; only ranks import it, since it starts MPI."""
+"""Recipes of benchmarks/quality.py; only ranks import them, since that starts MPI."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import sysconfig
 import time
@@ -19,13 +18,14 @@ from mpi4py import MPI
 from torch.nn import functional
 
 import hvd_compress.torch.mpi as hvd
-from benchmarks.quality import Run
+from benchmarks.quality import Training
 from hvd_compress import as_compressor
-from hvd_compress.config import build, lookup, names
-from mpi_examples import data
+from mpi_examples.models import Transformer
+from mpi_examples.study import rate, training_method
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 WORLD = MPI.COMM_WORLD
+LENGTH = 64  # of the texts that the transformer reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,46 +44,7 @@ class Recipe:
     lr: float
     steps: int
     steps_per_epoch: int
-    warmup: float = 0.05  # share of the steps
-    end: float = 0.1  # of the learning rate
     clip: float | None = None
-
-    def rate(self, done: float) -> float:
-        """Return the learning rate when that share of the steps is done."""
-        if done < self.warmup:
-            return self.lr * (0.1 + 0.9 * done / self.warmup)
-        rest = (done - self.warmup) / (1 - self.warmup)
-        return self.lr * (self.end + (1 - self.end) * (1 + math.cos(math.pi * rest)) / 2)
-
-
-class Bytes(torch.nn.Module):
-    """A small transformer over bytes: 3 layers of 96, 0.37 million parameters."""
-
-    width, layers, length, heads = 96, 3, 64, 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        width = self.width
-        self.embedding = torch.nn.Embedding(256, width)
-        self.position = torch.nn.Parameter(0.02 * torch.randn(self.length, width))
-        layer = torch.nn.TransformerEncoderLayer(
-            *(width, self.heads, 4 * width),
-            dropout=0.0,
-            activation="gelu",
-            batch_first=True,
-            norm_first=True,
-        )
-        self.blocks = torch.nn.TransformerEncoder(
-            layer, self.layers, norm=torch.nn.LayerNorm(width), enable_nested_tensor=False
-        )
-        torch.nn.init.normal_(self.embedding.weight, std=0.02)
-        mask = torch.nn.Transformer.generate_square_subsequent_mask(self.length)
-        self.register_buffer("mask", mask, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits for the byte after each, for bytes of shape (batch, length)."""
-        hidden = self.embedding(x) + self.position
-        return self.blocks(hidden, self.mask, is_causal=True) @ self.embedding.weight.T
 
 
 def texts(file: Path | None) -> tuple[np.ndarray, np.ndarray]:
@@ -91,6 +52,8 @@ def texts(file: Path | None) -> tuple[np.ndarray, np.ndarray]:
     this Python's library."""
     if file is not None:
         text = np.frombuffer(file.read_bytes(), np.uint8)
+        if len(text) < 16 * LENGTH:
+            raise SystemExit(f"--data: {file} has {len(text)} bytes, {16 * LENGTH} are needed")
         return text[: len(text) * 7 // 8], text[len(text) * 7 // 8 :]
     files = [f.read_bytes() for f in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
     parts = (b"".join(f for i, f in enumerate(files) if (i % 8 == 1) == test) for test in (0, 1))
@@ -102,9 +65,9 @@ def of_bytes(file: Path | None) -> Recipe:
     train, test = texts(file)
 
     def pieces(text: np.ndarray, random: np.random.Generator, batch: int) -> Batch:
-        starts = random.integers(len(text) - Bytes.length, size=(WORLD.size, batch))[WORLD.rank]
-        found = np.stack([text[at : at + Bytes.length + 1] for at in starts]).astype(np.int64)
-        return torch.from_numpy(found[:, :-1]), torch.from_numpy(found[:, 1:])
+        starts = random.integers(len(text) - LENGTH, size=(WORLD.size, batch))[WORLD.rank]
+        found = np.stack([text[at : at + LENGTH + 1] for at in starts], 1).astype(np.int64)
+        return torch.from_numpy(found[:-1]), torch.from_numpy(found[1:])
 
     def batches(seed: int) -> Iterator[Batch]:
         random = np.random.default_rng(seed)
@@ -117,73 +80,19 @@ def of_bytes(file: Path | None) -> Recipe:
             yield pieces(test, random, 64)
 
     def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        found = functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+        logits, _ = model(batch[0], None)
+        found = functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
         return found, found / math.log(2)  # bits per byte
 
     def adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr, betas=(0.9, 0.95), weight_decay=0.1)
 
     more = {"lr": 4e-3, "steps": 1200, "steps_per_epoch": 120, "clip": 1.0}
-    return Recipe(Bytes, batches, loss, tests, adamw, **more)
+    model = functools.partial(Transformer, 256, 96, LENGTH, 0.0, layers=3)
+    return Recipe(model, batches, loss, tests, adamw, **more)
 
 
-def of_mnist(file: Path | None) -> Recipe:
-    x, x_test, y, y_test = map(torch.from_numpy, data.mnist(data.mnist_cache()))
-    batch = 32
-
-    def batches(seed: int) -> Iterator[Batch]:
-        epoch = 0
-        while True:
-            for rows in data.share(len(x), seed, epoch, WORLD.rank, WORLD.size, batch):
-                yield x[rows], y[rows]
-            epoch += 1
-
-    def tests() -> Iterator[Batch]:
-        mine = slice(WORLD.rank, None, WORLD.size)
-        yield from zip(x_test[mine].split(500), y_test[mine].split(500), strict=True)
-
-    def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(batch[0])
-        right = (logits.argmax(1) == batch[1]).float().mean()
-        return functional.cross_entropy(logits, batch[1]), 100 * right
-
-    def model() -> torch.nn.Module:
-        widths = (28 * 28, 64, 32, 10)
-        layers = [torch.nn.Linear(*ends) for ends in itertools.pairwise(widths)]
-        relus = [torch.nn.ReLU() for _ in layers[1:]]
-        pairs = itertools.zip_longest(layers, relus)
-        return torch.nn.Sequential(torch.nn.Flatten(), *filter(None, itertools.chain(*pairs)))
-
-    epoch = len(x) // WORLD.size // batch
-    more = {"lr": 0.05, "steps": 6 * epoch, "steps_per_epoch": epoch, "end": 0.0}
-    return Recipe(model, batches, loss, tests, sgd, **more)
-
-
-def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr, momentum=0.9, nesterov=True)
-
-
-RECIPES: dict[str, Callable[[Path | None], Recipe]] = {
-    "bytes": functools.cache(of_bytes),
-    "mnist": functools.cache(of_mnist),
-}
-
-
-def training_method(text: str) -> Any:
-    """Return the way to train with local steps that a text such as "diloco:sync_every=8" names, or
-    ``None`` if it names none."""
-    name, _, options = text.partition(":")
-    if name not in names("training"):
-        return None
-    pairs = [option.split("=", 1) for option in options.split(",") if option]
-    return build(lookup("training", name), {n: number(x) for n, x in pairs})
-
-
-def number(text: str) -> Any:
-    try:
-        return int(text) if text.isdecimal() else float(text)
-    except ValueError:
-        return text
+RECIPES: dict[str, Callable[[Path | None], Recipe]] = {"bytes": functools.cache(of_bytes)}
 
 
 def distributed(recipe: Recipe, text: str, model: torch.nn.Module, steps: int) -> Any:
@@ -206,12 +115,12 @@ def distributed(recipe: Recipe, text: str, model: torch.nn.Module, steps: int) -
     return hvd.DistributedOptimizer(partner, compression=partner.compressor(), **named)
 
 
-def train(run: Run, file: Path | None) -> dict[str, Any]:
+def train(run: Training, file: Path | None) -> dict[str, Any]:
     """Return what a run ends with; the same on all ranks."""
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
-    recipe = RECIPES[run.recipe](file)
+    recipe = RECIPES[run.recipe.partition("(")[0]](file)
     recipe = dataclasses.replace(recipe, lr=recipe.lr * run.factor)
     steps = max(round(recipe.steps * run.horizon), 1)
     model = recipe.model()
@@ -223,7 +132,7 @@ def train(run: Run, file: Path | None) -> dict[str, Any]:
     start, batches = time.perf_counter(), recipe.batches(run.seed)
     for step in range(steps):
         owner.set_epoch(step / recipe.steps_per_epoch)
-        optimizer.param_groups[0]["lr"] = recipe.rate(step / steps)
+        optimizer.param_groups[0]["lr"] = recipe.lr * rate(step / steps)
         optimizer.zero_grad()
         recipe.loss(model, next(batches))[0].backward()
         taken: Any = contextlib.nullcontext()
@@ -242,6 +151,7 @@ def train(run: Run, file: Path | None) -> dict[str, Any]:
         model.eval()
         found = [torch.stack(recipe.loss(model, batch)) for batch in recipe.tests()]
     loss, score = (WORLD.allreduce(torch.stack(found).mean(0).numpy()) / WORLD.size).tolist()
+    loss = loss if math.isfinite(loss) else math.inf  # it diverged, and no other is worse
     return {
         **{"loss": loss, "score": score, "sent": sent / steps, "steps": steps},
         **{"dense": 4 * sum(p.numel() for p in model.parameters()), "seconds": seconds},

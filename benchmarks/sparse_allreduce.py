@@ -123,7 +123,9 @@ def main() -> None:
         exact = [other for other in medians if not other.startswith("Ok-Topk")]
         same = [medians[other] for other in exact if other.endswith(name.partition(" ")[2])]
         best = f"{medians[name] / min(same):.2f}" if name in exact else "-"
-        kilobytes = (f"{statistics.median(x) / 1000:,.0f}" for x in (payload, wire))
+        kilobytes = [f"{statistics.median(x) / 1000:,.0f}" for x in (payload, wire)]
+        if not received_file.exists():
+            kilobytes[-1] = "-"
         rows.append((name, *times, f"{base / medians[name]:.2f}x", best, *kilobytes))
     floor, dense = (x * (world.size - 1) / world.size / 1000 for x in (8 * k, 8 * n))
     print(f"\n{n:,} elements, {k:,} chosen on each of {world.size} ranks; floor of pairs", end=" ")

@@ -1,4 +1,4 @@
-"""What benchmarks share: turns, the seconds of the slowest rank, and files of rows."""
+"""Helpers of benchmarks: turns, the seconds of the slowest rank, and files of rows."""
 
 from __future__ import annotations
 

@@ -32,17 +32,15 @@ from tqdm import tqdm
 
 from hvd_compress import Compressor, as_compressor, optimizers
 from hvd_compress.cli.options import parser_of
-from hvd_compress.config import build, lookup, names
 from hvd_compress.engines.lockstep import World
 from hvd_compress.optimizers import Now
 from hvd_compress.stats import human_bytes
 from hvd_compress.systems.base import StepContext
-from hvd_compress.systems.rounds.rounds import Rounds
 from mpi_examples.data import columns, digits, segments, standard_library
 from mpi_examples.demo import compressor
 from mpi_examples.models import LSTM, Transformer, cnn
 from mpi_examples.report import ACCURACY, PERPLEXITY, Measure
-from mpi_examples.study import half_width
+from mpi_examples.study import half_width, training_method, warmed_up
 
 RANKS, MOMENTUM = 4, 0.9
 Batch = list[Any]  # of every rank
@@ -167,8 +165,9 @@ def train(run: Wanted) -> dict[str, Any]:
     settings = run.settings
     task = TASKS[run.task](run.seed, settings.ranks)
     of_adam = AdamTrainer if hasattr(task, "adam") else Trainer
-    trainer = (RoundsTrainer if as_rounds(run.method) else of_adam)(task, run)
+    trainer = (RoundsTrainer if training_method(run.method) else of_adam)(task, run)
     scores, done, sent = [], 0, 0
+    warmup = settings.warmup_epochs / settings.epochs
     for epoch in range(settings.epochs):
         batches = list(task.batches(np.random.default_rng([run.seed, epoch])))
         trainer.epochs_of(len(batches))
@@ -176,7 +175,7 @@ def train(run: Wanted) -> dict[str, Any]:
         for step, batch in enumerate(batches):
             world.epoch = epoch + step / len(batches)
             before = world.record.bytes_sent
-            trainer.step(batch, settings.lr * rate(world.epoch, settings))
+            trainer.step(batch, settings.lr * warmed_up(world.epoch / settings.epochs, warmup))
             sent = world.record.bytes_sent - before
             done += 1
         task.model.eval()
@@ -352,7 +351,7 @@ class RoundsTrainer(Trainer):
     every_step = False
 
     def of(self, run: Wanted) -> Compressor:
-        self.system = as_rounds(run.method)
+        self.system = training_method(run.method)
         self.clips = run.settings.clip is not None
         weights = {n: p.data for n, p in self.parameters.items()}
         self.ranks = range(run.settings.ranks)
@@ -390,24 +389,6 @@ class RoundsTrainer(Trainer):
         for n, p in self.parameters.items():
             p.data = torch.stack([own[n] for own in self.weights]).mean(0)
         yield
-
-
-def as_rounds(text: str) -> Rounds | None:
-    """Return the way to train with local steps that a text such as "diloco:sync_every=8" names, or
-    ``None`` if it names none."""
-    name, _, options = text.partition(":")
-    if name not in names("training"):
-        return None
-    pairs = [option.split("=", 1) for option in options.split(",") if option]
-    return build(lookup("training", name), {n: int(x) if x.isdecimal() else x for n, x in pairs})
-
-
-def rate(epoch: float, settings: Settings) -> float:
-    """Of the learning rate: up from a tenth during the warm-up, then down along a cosine."""
-    if epoch < settings.warmup_epochs:
-        return 0.1 + 0.9 * epoch / settings.warmup_epochs
-    rest = (epoch - settings.warmup_epochs) / (settings.epochs - settings.warmup_epochs)
-    return (1 + math.cos(math.pi * rest)) / 2
 
 
 def table(name: str, runs: dict[str, list[dict[str, float]]]) -> str:

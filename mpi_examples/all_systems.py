@@ -4,10 +4,10 @@
     python -m mpi_examples.all_systems
     mpirun -np 4 python -m mpi_examples.all_systems --steps 320
 
-SYSTEMS has each with its options.  Four ranks train the network of
-models.py on scikit-learn's digits.  All begin with the same weights (but models that teach each
-other, which must differ), and have the same 64 images in each step, of which every rank, or every
-worker of a parameter server, takes its share.
+SYSTEMS has each with its options.  Four ranks train the network of models.py on scikit-learn's
+digits.  They begin with the same weights, but for models that teach each other or are alone.  In
+each step there are the same 64 images, of which every rank, or every worker of a parameter server,
+takes its share.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class System(NamedTuple):
 
 
 FOUR = "gradients of 4 batches"
-#: by family; ``what`` is a compression, makes an optimizer of the module ``hvd`` and the parameters
-#: or SGD, makes the method of DistributedOptimizer, or is the options
+#: by family; ``what`` is a compression, makes an optimizer from the module ``hvd``, the parameters
+#: and the learning rate, makes a training method from ``hvd``, or is the options of the system
 ROWS: dict[str, dict[str, tuple[Any, ...]]] = {
     "compression": {
         "dense": ("gradients, float32", "none"),
@@ -100,86 +100,75 @@ ROWS: dict[str, dict[str, tuple[Any, ...]]] = {
     "adam": {
         "onebit_adam": (
             "dense, then signs of the momentum",
-            lambda hvd, own: hvd.OneBitAdam(own, 1e-3, eps=1e-3, freeze_step=WARMUP),
+            lambda hvd, own, lr: hvd.OneBitAdam(own, lr, eps=1e-3, freeze_step=WARMUP),
             1e-3,
         ),
         "onebit_lamb": (
             "the same",
-            lambda hvd, own: hvd.OneBitLAMB(own, 0.01, eps=1e-3, freeze_step=WARMUP),
+            lambda hvd, own, lr: hvd.OneBitLAMB(own, lr, eps=1e-3, freeze_step=WARMUP),
             0.01,
         ),
         # With its default local_step_scaler it would synchronize in each of so few steps.
         "zero_one_adam": (
             "the same at ever fewer steps",
-            lambda hvd, own: hvd.ZeroOneAdam(
-                own, 1e-3, eps=1e-3, var_freeze_step=WARMUP, local_step_scaler=WARMUP
+            lambda hvd, own, lr: hvd.ZeroOneAdam(
+                own, lr, eps=1e-3, var_freeze_step=WARMUP, local_step_scaler=WARMUP
             ),
             1e-3,
         ),
     },
     "large": {
-        "large_batch": (FOUR, lambda hvd, own: nesterov(own, 0.1), 0.1, 4),
+        "large_batch": (FOUR, lambda hvd, own, lr: nesterov(own, lr), 0.1, 4),
         "lars": (
             FOUR,
-            lambda hvd, own: hvd.LARS(own, 0.4, momentum=0.9, trust_coefficient=0.01),
+            lambda hvd, own, lr: hvd.LARS(own, lr, momentum=0.9, trust_coefficient=0.01),
             0.4,
             4,
         ),
-        "lamb": (FOUR, lambda hvd, own: hvd.LAMB(own, 0.05), 0.05, 4),
+        "lamb": (FOUR, lambda hvd, own, lr: hvd.LAMB(own, lr), 0.05, 4),
     },
     "local": {
         "local_sgd": (
             "parameters, every 8 steps",
-            lambda hvd, sgd: hvd.DistributedOptimizer(sgd, method=hvd.LocalSGD(EVERY)),
+            lambda hvd: hvd.LocalSGD(EVERY),
         ),
         "post_local_sgd": (
             "gradients, later as local_sgd",
-            lambda hvd, sgd: hvd.DistributedOptimizer(
-                sgd, method=hvd.LocalSGD(EVERY, start=WARMUP)
-            ),
+            lambda hvd: hvd.LocalSGD(EVERY, start=WARMUP),
         ),
         "slowmo": (
             "parameters, every 8 steps",
-            lambda hvd, sgd: hvd.DistributedOptimizer(sgd, method=hvd.SlowMo(EVERY, momentum=0.5)),
+            lambda hvd: hvd.SlowMo(EVERY, momentum=0.5),
         ),
         "diloco": (
             "changes of parameters, every 8 steps",
-            lambda hvd, sgd: hvd.DistributedOptimizer(sgd, method=hvd.DiLoCo(sync_every=EVERY)),
+            lambda hvd: hvd.DiLoCo(sync_every=EVERY),
         ),
         "diloco+dgc": (
             "largest 1 % of these changes",
-            lambda hvd, sgd: hvd.DistributedOptimizer(
-                sgd, method=hvd.DiLoCo(sync_every=EVERY, compression=f"dgc:density={DENSITY}")
-            ),
+            lambda hvd: hvd.DiLoCo(sync_every=EVERY, compression=f"dgc:density={DENSITY}"),
         ),
         "streaming_diloco": (
             "as diloco, a half every 4 steps",
-            lambda hvd, sgd: hvd.DistributedOptimizer(
-                sgd, method=hvd.DiLoCo(sync_every=EVERY, fragments=2, delay=1)
-            ),
+            lambda hvd: hvd.DiLoCo(sync_every=EVERY, fragments=2, delay=1),
         ),
         "sparse_loco": (
             "largest 1 % of the changes, 2 bits",
-            lambda hvd, sgd: hvd.DistributedOptimizer(sgd, method=hvd.SparseLoCo(EVERY, DENSITY)),
+            lambda hvd: hvd.SparseLoCo(EVERY, DENSITY),
         ),
         "easgd": (
             "distances from the centre, every 8 steps",
-            lambda hvd, sgd: hvd.DistributedOptimizer(sgd, method=hvd.EASGD(EVERY)),
+            lambda hvd: hvd.EASGD(EVERY),
         ),
         "leader_sgd": (
             "the leader's parameters, every 8 steps",
-            lambda hvd, sgd: hvd.DistributedOptimizer(
-                sgd,
-                method=hvd.LeaderSGD(
-                    local_every=EVERY, global_every=EVERY, local_pull=0.0, local_drift=0.0
-                ),
+            lambda hvd: hvd.LeaderSGD(
+                local_every=EVERY, global_every=EVERY, local_pull=0.0, local_drift=0.0
             ),
         ),
         "leader_sgd_groups": (
             "the same in groups of 2, among all every 16",
-            lambda hvd, sgd: hvd.DistributedOptimizer(
-                sgd, method=hvd.LeaderSGD(local_every=EVERY, global_every=2 * EVERY, groups=2)
-            ),
+            lambda hvd: hvd.LeaderSGD(local_every=EVERY, global_every=2 * EVERY, groups=2),
         ),
     },
     "graph": {
@@ -237,15 +226,11 @@ def trainer_of(system: System, model: torch.nn.Module) -> Trainer:
         return Served(hvd.parameter_server(model, sgd, **what), sgd)
     if system.family == "compression":
         sgd = hvd.DistributedOptimizer(sgd, compression=what)
-    elif system.family == "adam":
-        own = what(hvd, model.parameters())
-        sgd = hvd.DistributedOptimizer(own, compression=own.compressor())
-    elif system.family == "large":
-        own = what(hvd, model.parameters())
-        sgd = hvd.DistributedOptimizer(own, compression="none")
-    elif system.family == "local":
-        sgd = what(hvd, sgd)
-    elif system.family == "graph":
+    elif system.family in ("adam", "large"):
+        own = what(hvd, model.parameters(), system.lr)
+        compression = own.compressor() if system.family == "adam" else "none"
+        sgd = hvd.DistributedOptimizer(own, compression=compression)
+    elif system.family in ("local", "graph"):
         sgd = hvd.DistributedOptimizer(sgd, method=what(hvd))
     return Trainer(sgd, hvd.rank(), hvd.size())
 
@@ -360,7 +345,7 @@ def train(name: str, seed: int, steps: int) -> Run:
             trainer.step(functional.cross_entropy(logits, y[mine]), logits, x[mine])
     sent = trainer.sent()  # before an average at the end, which any method pays once
     trainer.finish()
-    if before is None:  # on a server, which sends evenly
+    if before is None:  # a server takes no steps, and sends evenly in those of others
         before = sent * 3 / 4
     right = accuracy(model, x_test, y_test)
     with torch.no_grad():

@@ -5,14 +5,15 @@
     python -m mpi_examples.biased_compression inputs
 
 After Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning"
-(JMLR 2023).  ``descent``: regularised logistic regression on scikit-learn's digits, full gradients,
-constant steps; every operator gets the same grid of step sizes, and bytes are counted from its
+(JMLR 2023).
+
+``descent`` is softmax regression with a ridge on scikit-learn's digits, by full gradients and
+constant steps.  Every operator gets the same grid of step sizes, and bytes are counted from its
 messages.  The ranks advance in lockstep in this process, or with --mpi as processes of their own.
 
-``inputs``: operators promise something about the worst input; here is what they do to inputs as
-they are, in one process.  For each operator: the bits of its message for an element, headers and
-indices included, and the relative error |C(x) - x|^2 / |x|^2, of unbiased operators also at the
-scale that makes it least.
+``inputs`` compares operators on inputs as they are; what they promise is about the worst one.  A
+row has the bits of a message per element, headers and indices included, and the relative error
+|C(x) - x|^2 / |x|^2.  Unbiased operators have it also at the scale that makes it least.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def operators(d: int) -> list[Operator]:
 
 
 @dataclasses.dataclass
-class Run:
+class Descent:
     """Errors and bytes of one run, every few steps."""
 
     rate: float
@@ -133,7 +134,7 @@ class Run:
         return self.bytes_sent[above + 1] if above + 1 < len(self.errors) else math.inf
 
 
-def descend(problem: Regression, operator: Operator, rate: float, steps: int, comm: Any) -> Run:
+def descend(problem: Regression, operator: Operator, rate: float, steps: int, comm: Any) -> Descent:
     """Descend in lockstep, or as the rank that this process is in the communicator ``comm``."""
     if comm is None:
         ranks, world = range(problem.ranks), World(operator.method, problem.ranks)
@@ -143,7 +144,7 @@ def descend(problem: Regression, operator: Operator, rate: float, steps: int, co
         ranks, reducer = range(comm.rank, comm.rank + 1), mpi.Reducer(operator.method)
     # Error feedback in units of steps, as in the paper: what is exchanged is rate * gradient.
     before, behind = (rate, 1.0) if operator.kind == "feedback" else (1.0, rate)
-    run, w = Run(rate), problem.start
+    run, w = Descent(rate), problem.start
     for step in range(1, steps + 1):
         gradients = [(before * problem.gradient(w, r)).astype(np.float32) for r in ranks]
         if comm is None:
@@ -161,7 +162,7 @@ def descend(problem: Regression, operator: Operator, rate: float, steps: int, co
     return run
 
 
-def row(operator: Operator, runs: list[Run], theory: Run, smoothness: float) -> list[str]:
+def row(operator: Operator, runs: list[Descent], theory: Descent, smoothness: float) -> list[str]:
     def size(target: float) -> str:
         least = min(run.bytes_to(target) for run in runs)
         return "-" if math.isinf(least) else f"{least / 1000:,.1f}"
@@ -179,7 +180,7 @@ def row(operator: Operator, runs: list[Run], theory: Run, smoothness: float) -> 
     ]
 
 
-def favourite(runs: list[Run]) -> Run:
+def favourite(runs: list[Descent]) -> Descent:
     """The one that needs the fewest bytes to 1e-3, or else gets lowest."""
     return min(runs, key=lambda run: (run.bytes_to(TARGETS[1]), min(run.errors)))
 
@@ -340,17 +341,19 @@ def inputs(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("study", choices=("descent", "inputs"))
-    parser.add_argument("--ranks", type=positive, default=4, help="when started without mpirun")
-    parser.add_argument("--mpi", action="store_true", help="ranks are processes, over MPI")
-    parser.add_argument(
+    studies = parser.add_subparsers(required=True)
+    own = studies.add_parser("descent", formatter_class=parser.formatter_class)
+    own.set_defaults(study=descent)
+    own.add_argument("--ranks", type=positive, default=4, help="when started without mpirun")
+    own.add_argument("--mpi", action="store_true", help="ranks are processes, over MPI")
+    own.add_argument(
         "--split",
         choices=["shuffled", "labels"],
         default="shuffled",
         help="which digits a rank has: any, or few kinds of them, so that gradients differ more",
     )
-    parser.add_argument("--steps", type=positive, default=400, help="at most, for each step size")
-    parser.add_argument(
+    own.add_argument("--steps", type=positive, default=400, help="at most, for each step size")
+    own.add_argument(
         "--rates",
         type=above_zero,
         nargs="+",
@@ -358,11 +361,13 @@ def main() -> None:
         metavar="R",
         help="step sizes to try, in units of 1 / L",
     )
-    parser.add_argument(
-        "--output", type=picture_file, default=Path("results/biased_compression.png")
-    )
+    other = studies.add_parser("inputs", formatter_class=parser.formatter_class)
+    other.set_defaults(study=inputs)
+    picture = Path("results/biased_compression.png")
+    for study in (own, other):
+        study.add_argument("--output", type=picture_file, default=picture)
     options = parser.parse_args()
-    (descent if options.study == "descent" else inputs)(options)
+    options.study(options)
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def standard_library(words: int = WORDS) -> Corpus:
 
 def _words(files: list[Path]) -> Iterable[str]:
     for file in files:
-        # Of a blank line nothing can be learnt.
+        # Nothing can be learnt from a blank line.
         yield from _WORD.findall(re.sub(r"\n\s*\n", "\n", file.read_text("utf-8")))
 
 
@@ -178,7 +178,7 @@ def columns(text: np.ndarray, batch: int, rank: int, size: int) -> torch.Tensor:
 
 
 def segments(text: torch.Tensor, length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What is read between two steps, and each word's following one."""
+    """Yield the words that are read between two steps, and the word after each."""
     for at in range(0, len(text) - 1, length):
         following = text[at + 1 : at + 1 + length]
         yield text[at : at + len(following)], following
@@ -237,7 +237,7 @@ class Regression:
         return float((log_sum - (z * self.y).sum(2)).mean() + self.l2 / 2 * w @ w)
 
     def gradient(self, w: np.ndarray, rank: int, images: slice = slice(None)) -> np.ndarray:
-        """Of one rank's part, or of some of its images."""
+        """Return the gradient of one rank's part, or of some of its images."""
         x, y = self.x[rank, images], self.y[rank, images]
         z = x @ w.reshape(65, 10)
         p = np.exp(z - z.max(1, keepdims=True))

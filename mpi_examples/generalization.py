@@ -54,7 +54,7 @@ RATES = {"sgd": 0.02, "adam": 0.001}
 LOSS, EPOCHS = 0.01, 150
 
 
-#: who is believed to widen the gap with more of it (1), and who to narrow it
+#: options that are believed to widen the gap with more of them (1), or to narrow it (-1)
 BELIEFS = {
     **{"batch size": 1, "dropout": -1, "learning rate": -1, "depth": -1, "optimizer": 1},
     **{"weight decay": -1, "width": -1},

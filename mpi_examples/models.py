@@ -66,15 +66,17 @@ class LSTM(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two layers with normalisation before each part; it has no state from text to text."""
+    """Layers with normalisation before each part; it has no state from text to text."""
 
-    def __init__(self, words: int, width: int, length: int, dropout: float) -> None:
+    def __init__(
+        self, words: int, width: int, length: int, dropout: float, layers: int = 2
+    ) -> None:
         super().__init__()
         self.embedding, self.output = _tied(words, width)
         self.position = nn.Parameter(0.1 * torch.randn(length, 1, width))
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, norm_first=True)
         self.layers = nn.TransformerEncoder(
-            layer, 2, norm=nn.LayerNorm(width), enable_nested_tensor=False
+            layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False
         )
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), False)
 

@@ -162,7 +162,7 @@ def bytes_of(method: DecentralizedMethod, d: int) -> int:
     return next(update).payload.nbytes
 
 
-def prox_lead(output: Path) -> None:
+def prox_lead() -> None:
     problem, weight, shown = Regression(8, "labels", l2=1.0), 0.02, (100, 200, 400)
     best, prox = solution(problem, weight), l1(weight)
     norm = float(np.linalg.norm(best)) * problem.ranks**0.5
@@ -202,7 +202,7 @@ def f(x: float) -> float:
 
 
 def descend(method: TrainingMethod, lr: float) -> np.ndarray:
-    """Where both workers were after each step and, in the last column, what is tested."""
+    """The places of both workers after each step, and in the last column the one that is tested."""
     start = (0.4, -0.41)
     world = Ranks(method, len(start))
     x = [{"x": np.array([own])} for own in start]
@@ -249,12 +249,15 @@ STUDIES = {
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("study", choices=STUDIES)
-    parser.add_argument(
-        "--output", type=picture_file, default=Path("results/simulation.png"), help="if it draws"
-    )
-    options = parser.parse_args()
-    STUDIES[options.study](options.output)
+    studies = parser.add_subparsers(required=True)
+    for name, study in STUDIES.items():
+        own = studies.add_parser(name, formatter_class=parser.formatter_class)
+        own.set_defaults(study=study)
+        if study is not prox_lead:  # which draws nothing
+            picture = Path("results/simulation.png")
+            own.add_argument("--output", type=picture_file, default=picture)
+    options = vars(parser.parse_args())
+    options.pop("study")(**options)
 
 
 if __name__ == "__main__":

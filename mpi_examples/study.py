@@ -12,7 +12,9 @@ from tqdm import tqdm
 
 from hvd_compress.cli.options import parser_of, positive
 from hvd_compress.cli.tables import text_table
+from hvd_compress.config import build, lookup, names
 from hvd_compress.stats import human_bytes
+from hvd_compress.systems import TrainingMethod
 
 #: what a run ended with and what it cost, by the heads of the table's columns
 Run = dict[str, Any]
@@ -27,7 +29,7 @@ def study_parser(
     parser = parser_of(doc)
     parser.add_argument("--epochs", type=positive, default=epochs)
     parser.add_argument("--seeds", type=positive, default=3, help="runs of each")
-    parser.add_argument("--ranks", type=positive, default=4, help="when started without mpirun")
+    parser.add_argument("--ranks", type=positive, default=4, help="when started without a launcher")
     if lr is not None:
         parser.add_argument("--lr", type=above_zero, default=lr)
         parser.add_argument("--batch-size", type=positive, default=16, help="per rank")
@@ -64,9 +66,34 @@ def table(runs: Mapping[str, list[Run]], columns: Columns, head: str = "method")
     return text_table((head, *columns), rows)
 
 
+def training_method(text: str) -> TrainingMethod | None:
+    """Return the way to train between exchanges that a text such as "diloco:sync_every=8" names, or
+    ``None`` if it names none."""
+    name, _, options = text.partition(":")
+    if name not in names("training"):
+        return None
+    pairs = [option.split("=", 1) for option in options.split(",") if option]
+    return build(lookup("training", name), {option: _value(text) for option, text in pairs})
+
+
+def _value(text: str) -> Any:
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        return text
+
+
+def warmed_up(done: float, warmup: float) -> float:
+    """Return the factor of the learning rate when a share of a run is done: up from a tenth until
+    the share ``warmup``, then down along a cosine to 0."""
+    if done < warmup:
+        return 0.1 + 0.9 * done / warmup
+    return (1 + math.cos(math.pi * (done - warmup) / max(1 - warmup, 1e-9))) / 2
+
+
 def rate(done: float) -> float:
-    """Return what to multiply the learning rate with when that share of a run is done: up within a
-    tenth, and down along a cosine to a tenth and not to 0, by which SlowMo divides."""
+    """Return the factor of the learning rate when a share of a run is done: up within a tenth, and
+    down along a cosine.  It ends at a tenth, since SlowMo divides by it."""
     return min(0.55 + 0.45 * math.cos(math.pi * done), 0.1 + 9 * done)
 
 

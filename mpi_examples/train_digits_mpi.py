@@ -10,7 +10,6 @@ The model and its optimizer are in trainer_torch.py and trainer_numpy.py.
 
 from __future__ import annotations
 
-import math
 import time
 import zlib
 
@@ -18,9 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from hvd_compress.integrations.launch import under_mpirun
-from mpi_examples.data import digits
+from mpi_examples.data import digits, share
 from mpi_examples.demo import compare, parse, parser_of, rate_of
 from mpi_examples.report import Run
+from mpi_examples.study import warmed_up
 
 parser = parser_of(__doc__, "results/digits_mpi.png", epochs=15, seeds=1)
 parser.add_argument("--framework", choices=["numpy", "torch"], default="torch")
@@ -40,19 +40,15 @@ world = MPI.COMM_WORLD
 def train(method: str, seed: int, bar: tqdm) -> Run:
     """One run; the returned record means something on rank 0."""
     x, x_test, y, y_test = digits(seed)
-    batches = len(x) // world.size // options.batch_size
-    if not batches:
-        raise SystemExit("no full batch for each rank: use a smaller --batch-size")
-
     trainer = Trainer(options.methods[method], seed)
     run = Run(method, seed)
     for epoch in range(options.epochs):
         trainer.set_epoch(epoch)  # the density of the warm-up goes by epochs
-        order = np.random.default_rng([seed, epoch]).permutation(len(x))
+        batches = share(len(x), seed, epoch, world.rank, world.size, options.batch_size)
         start = time.perf_counter()
-        mine = order[world.rank :: world.size]
-        for batch in mine[: batches * options.batch_size].reshape(batches, -1):
-            lr = learning_rate(len(run.losses) / batches)
+        for step, batch in enumerate(batches):
+            done = (epoch + step / len(batches)) / options.epochs
+            lr = options.lr * warmed_up(done, options.warmup_epochs / options.epochs)
             run.losses.append(trainer.step(x[batch], y[batch], lr * rate_of(method)))
         run.seconds += time.perf_counter() - start
         if world.rank == 0:
@@ -62,14 +58,6 @@ def train(method: str, seed: int, bar: tqdm) -> Run:
     if any(digest != digests[0] for digest in digests):
         raise SystemExit(f"{method}: the ranks' weights differ")
     return run
-
-
-def learning_rate(epoch: float) -> float:
-    """Up from a tenth during the warm-up, then down along a cosine."""
-    warmup = options.warmup_epochs
-    if epoch < warmup:
-        return options.lr * (0.1 + 0.9 * epoch / warmup)
-    return options.lr * (1 + math.cos(math.pi * (epoch - warmup) / (options.epochs - warmup))) / 2
 
 
 if __name__ == "__main__":

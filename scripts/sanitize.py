@@ -76,16 +76,8 @@ def main() -> None:
         if not Path(told.strip()).is_relative_to(folder):
             sys.exit(f"sanitize: error: Python does not take the loops from {folder}")
         # Reports are written past Python, which must not keep them.
-        options = [
-            "-q",
-            "-n",
-            "logical",
-            "--maxprocesses",
-            "8",
-            "--capture=sys",
-            "-k",
-            kind.keyword,
-        ]
+        options = ["-q", "-n", "logical", "--maxprocesses", "8", "--capture=sys"]
+        options += ["-k", kind.keyword]
         tests = kind.tests.split()
         if status := python(name, kind, folder, "-m", "pytest", *options, *tests).returncode:
             sys.exit(

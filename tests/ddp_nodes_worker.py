@@ -234,7 +234,7 @@ def sums_of_16_bits_do_not_overflow() -> None:
 
 
 def one_rank_of_a_node_counts_for_all_of_it() -> None:
-    """Of a head that the others do not use, or whose gradient is zero in its own part."""
+    """A head that others do not use counts, as does one whose gradient is zero in its own part."""
     model, state = _heads("topk:density=0.1")
     _step_of(model, "b", dist.get_rank(), 0)
     before = _states(state)

@@ -131,11 +131,11 @@ def wrap_optimizer(
         """
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("method") is not None:
-            from hvd_compress.systems.base import by_method
+            from hvd_compress.systems.base import train_by_method
 
             given.apply_defaults()
             training = importlib.import_module("hvd_compress.tensorflow.keras.training")
-            return by_method(training.train, signature, given.arguments)
+            return train_by_method(training.train, signature, given.arguments)
         call = bind_call(signature, args, kwargs, runtime.hvd, gather_bytes)
         del call.arguments["method"]
         options = dict(call.arguments)

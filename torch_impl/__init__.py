@@ -53,25 +53,6 @@ def _engine(process_set: Any) -> Any:
     return HorovodEngine(_horovod, chosen) if chosen.included() else LocalEngine()
 
 
-def _without_horovod(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Any = None,
-    *,
-    method: Any = None,
-    process_set: Any = None,
-    seed: int = 0,
-    **options: Any,
-) -> Any:
-    """Return an optimizer that trains by a ``method`` such as ``hvd.DiLoCo(sync_every=100)``, among
-    the ranks of a mesh or a process group of ``torch.distributed``; all else needs Horovod."""
-    if method is None or options or not is_group(process_set):
-        return rest_of(_horovod, "DistributedOptimizer", __name__, "PyTorch")
-    from .systems.optimizer import train_locally
-
-    named: dict[str, Any] = {"named_parameters": named_parameters, "process_set": process_set}
-    return train_locally(_engine, optimizer, method, **named, seed=seed)
-
-
 show_log()
 _horovod = load_horovod("horovod.torch", "PyTorch", _register)
 _ONE_THREAD = threading.RLock()
@@ -90,12 +71,38 @@ __all__ = [
     "ddp_hook",
 ]
 
+if isinstance(_horovod, ImportError):
+
+    def DistributedOptimizer(  # noqa: N802, Horovod's name
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Any = None,
+        *,
+        method: Any = None,
+        process_set: Any = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> Any:
+        """Return an optimizer that trains by a ``method`` such as ``hvd.DiLoCo(sync_every=100)``,
+        among the ranks of a mesh or a process group of ``torch.distributed``.
+
+        Args:
+            optimizer, named_parameters, method, seed: as with Horovod.
+            process_set: the mesh, such as ``mesh["replica"]``, or the group.
+
+        Raises:
+            SetupError: it has other options, ``compression`` among them, which need Horovod.
+        """
+        if method is None or options or not is_group(process_set):
+            return rest_of(_horovod, "DistributedOptimizer", __name__, "PyTorch")
+        from .systems.optimizer import train_locally
+
+        named: dict[str, Any] = {"named_parameters": named_parameters, "process_set": process_set}
+        return train_locally(_engine, optimizer, method, **named, seed=seed)
+
 
 def __getattr__(name: str) -> Any:
     """Return a name of the systems, which are imported now, or one of ``horovod.torch`` that this
     package does not replace."""
-    if name == "DistributedOptimizer" and isinstance(_horovod, ImportError):
-        return _without_horovod
     if name in _SYSTEMS:
         with _ONE_THREAD:  # pickle needs one class of a name
             if name not in globals():
@@ -107,4 +114,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return names_of(_horovod, __all__)
+    return names_of(_horovod, [*__all__, "DistributedOptimizer"])

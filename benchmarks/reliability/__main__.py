@@ -18,8 +18,16 @@ import signal
 import sys
 from pathlib import Path
 
-METHODS = ["none", "fp16", "topk:density=0.05", "dgc:density=0.05", "powersgd", "onebit", "fp8"]
-METHODS += ["ef21:density=0.05"]
+MEMORY_METHODS = [
+    "none",
+    "fp16",
+    "topk:density=0.05",
+    "dgc:density=0.05",
+    "powersgd",
+    "onebit",
+    "fp8",
+]
+MEMORY_METHODS += ["ef21:density=0.05"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--ranks", type=int, default=2)
     own.add_argument("--steps", type=int, default=10_000)
     own.add_argument("--optimizers", type=int, default=1000)
-    own.set_defaults(only=METHODS)
+    own.set_defaults(only=MEMORY_METHODS)
     says = "every system in turn on a network of hosts; needs root"
     own = campaign("soak", says, "soak", "systems, as mpi_examples/all_systems.py has")
     own.add_argument("--minutes", type=float, default=60, help="for all of them")

@@ -1,7 +1,7 @@
 """The campaign of kills: jobs of which a rank is killed or stopped, or a link cut or slowed.
 
-At a random instant, after all ranks have taken a step.  What must come of it is in ``JOBS``: either
-all go on, or every other rank ends in time, and somebody says why.
+It happens at a random instant, after all ranks have taken a step.  ``JOBS`` has the ends that are
+right: all go on, or every other rank ends in time and somebody says why.
 """
 
 from __future__ import annotations
@@ -229,8 +229,10 @@ def _happen(accident: str, job: Running, victim: int, draw: random.Random) -> No
 
 
 def _delay(job: Running, draw: random.Random) -> None:
-    """For some seconds all that is sent comes late, and from the ranks in another order every time:
-    each stops for moments, and on a network its link is cut for moments, or gets another rate."""
+    """Delay messages for some seconds, in another order of the ranks each time.
+
+    Each rank stops for moments.  On a network its link is cut for moments, or gets another rate.
+    """
     end = time.monotonic() + TIMEOUT / 2
     while time.monotonic() < end:
         some = draw.sample(range(job.ranks), draw.randrange(1, job.ranks + 1))

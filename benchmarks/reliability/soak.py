@@ -36,9 +36,9 @@ SOAKED = {
     "horovod": System("horovod", "", None),
     "ddp": System("ddp", "", None),
 }
-#: whose weights grow without end in so many steps, as docs/training/local-sgd.md says
+#: systems whose weights grow without end in so many steps, as docs/training/local-sgd.md says
 DIVERGING = {"diloco+dgc"}
-# Whose last line of a host shows what its ranks have left in shared memory.
+# The last line of a host shows what its ranks have left in shared memory.
 _RANK = """"$0" "$@"
 status=$?
 ls /dev/shm > "$FOLDER/$OMPI_COMM_WORLD_RANK.shm"
@@ -106,7 +106,7 @@ def job(names: list[str], hosts: int, ranks: int, seconds: float) -> tuple[list[
 
 
 def _left(network: Network, folder: Path, hosts: int, ranks: int) -> list[str]:
-    """What a job has left that it should not have."""
+    """Return texts of all that a job has left and should not have."""
     end, left = time.monotonic() + 10, [""]
     while left and time.monotonic() < end:  # helpers of MPI end behind mpirun
         left = [f"process {pid} is left" for host in network.hosts for pid in network.pids(host)]

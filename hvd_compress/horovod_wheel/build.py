@@ -29,7 +29,9 @@ from hvd_compress.horovod_wheel.plan import (
     SOURCE_SHA256,
     VERSION,
     BuildPlan,
+    digest_of,
     make_plan,
+    record_of,
     untried,
     up_to_prefix,
 )
@@ -142,11 +144,14 @@ def build(plan: BuildPlan) -> Path:
 
 
 def keep(plan: BuildPlan, built: Path) -> Path:
-    """Move a wheel into the cache, with what it depends on, and return its path."""
+    """Move a wheel into the cache, with its hash and what it depends on, and return its path."""
     text = json.dumps(plan.inputs, indent=2, sort_keys=True)
     (plan.folder / "inputs.json").write_text(text + "\n")
-    built.chmod(0o644)  # where the umask lets a group write
-    return built.replace(plan.folder / built.name)
+    wheel = plan.folder / built.name
+    record_of(wheel).write_text(digest_of(built))
+    for file in (record_of(wheel), built):
+        file.chmod(0o644)  # where the umask lets a group write
+    return built.replace(wheel)
 
 
 def folder_in(cache: Path) -> tempfile.TemporaryDirectory[str]:

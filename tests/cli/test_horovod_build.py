@@ -70,6 +70,18 @@ class TestKey:
         assert sys.prefix not in json.dumps(inputs)
         assert inputs["mpi"]["mpicxx"]
 
+    def test_depends_on_every_input(self, inputs):
+        keys = {horovod_plan.key_of(inputs)}
+        keys |= {horovod_plan.key_of(inputs | {name: "other"}) for name in inputs}
+        keys |= {
+            horovod_plan.key_of(inputs | {name: inputs[name] | {fact: "other"}})
+            for name in ("torch", "tensorflow", "mpi")
+            if inputs[name]
+            for fact in inputs[name]
+        }
+        facts = sum(len(inputs[name] or ()) for name in ("torch", "tensorflow", "mpi"))
+        assert len(keys) == 1 + len(inputs) + facts
+
     def test_names_what_is_installed(self, inputs):
         assert inputs["horovod"] == "0.28.1"
         if inputs["torch"]:
@@ -142,11 +154,23 @@ class TestWrapper:
         for _ in range(2):
             subprocess.run([wrapper, *command], check=True)
 
+    def test_leaves_other_standards_alone(self, wrapper, tmp_path):
+        source = tmp_path / "a.cc"
+        source.write_text('static_assert(__cplusplus == 201103L, "");\n')
+        subprocess.run([wrapper, "-std=c++11", "-fsyntax-only", source], check=True)
+
     def test_compiles_nothing_in_place_of_the_xla_op(self, wrapper, tmp_path):
         source, built = tmp_path / "xla_mpi_ops.cc", tmp_path / "xla.o"
         source.write_text("#error cannot be compiled\n")
         subprocess.run([wrapper, "-c", source, "-o", built], check=True)
         assert built.exists()
+
+    def test_reports_errors(self, wrapper, tmp_path):
+        source = tmp_path / "a.cc"
+        source.write_text("#error no\n")
+        failed = subprocess.run([wrapper, "-c", source], capture_output=True, text=True)
+        assert failed.returncode
+        assert "error" in failed.stderr
 
     def test_makes_the_library_path_relative(self, wrapper, tmp_path):
         source, library = tmp_path / "a.cc", tmp_path / "a.so"
@@ -224,33 +248,54 @@ class TestPlan:
             assert f"{name} {env.version_of(name)}" in out or not env.version_of(name)
         assert not cache.exists()
 
-    def test_cached_wheel_is_taken(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("damage", [b"", b"a whe", b"another"])
+    def test_cached_wheel_is_taken_unless_damaged(self, tmp_path, monkeypatch, damage):
         monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path))
         plan = horovod_plan.make_plan()
-        assert plan.wheel is None
         plan.folder.mkdir()
         wheel = plan.folder / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
-        wheel.touch()
+        wheel.write_bytes(b"a wheel")
+        assert plan.wheel is None, "of which nothing is recorded"
+        horovod_plan.record_of(wheel).write_text(horovod_plan.digest_of(wheel))
         assert plan.wheel == wheel
         assert "install the cached wheel" in plan.describe()
-        assert "build with" in plan.describe(rebuild=True)
+        assert "cached wheel" not in plan.describe(rebuild=True)
+        wheel.write_bytes(damage)
+        assert plan.wheel is None
+        assert "build with" in plan.describe()
+        assert "the cached wheel is damaged" in plan.describe()
+        assert "the cached wheel" not in plan.describe(rebuild=True)
 
-    @pytest.mark.parametrize("what", ["", "horovod", "horovod/horovod-0.28.1.whl"])
+    @pytest.mark.parametrize("what", ["root", "folder", "wheel", "record"])
     @pytest.mark.parametrize("how", ["group", "others", "owner"])
     def test_a_cache_that_others_can_change_is_refused(self, tmp_path, monkeypatch, what, how):
+        """The hash of a wheel lies beside it."""
         if how == "owner" and os.geteuid():
             pytest.skip("only root can give files away")
-        monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path))
-        folder = tmp_path / "horovod"
-        folder.mkdir(0o755)
-        (folder / "horovod-0.28.1.whl").touch(0o644)
+        root = tmp_path / "cache"
+        monkeypatch.setenv("HVD_COMPRESS_CACHE", str(root))
+        folder = root / "horovod"
+        folder.mkdir(parents=True)
+        wheel = folder / "horovod-0.28.1.whl"
+        paths = {
+            "root": root,
+            "folder": folder,
+            "wheel": wheel,
+            "record": horovod_plan.record_of(wheel),
+        }
+        for path in paths.values():
+            if not path.is_dir():
+                path.touch()
+            path.chmod(0o755)
         horovod_plan.check_private(folder)
-        changed = tmp_path / what
+        changed = paths[what]
         if how == "owner":
             os.chown(changed, 4321, -1)
+            cure = "set HVD_COMPRESS_CACHE to a folder of your own"
         else:
             changed.chmod(0o775 if how == "group" else 0o757)
-        with pytest.raises(BuildError, match=f"^{changed} can be written by others"):
+            cure = f"chmod go-w {changed}, or set HVD_COMPRESS_CACHE"
+        with pytest.raises(BuildError, match=f"^{changed} .*{cure}"):
             horovod_plan.check_private(folder)
 
     def test_what_is_kept_is_private_whatever_the_umask(self, tmp_path, monkeypatch):
@@ -267,6 +312,12 @@ class TestPlan:
             os.umask(before)
         horovod_plan.check_private(folder)
         assert plan.wheel == wheel
+
+    def test_a_folder_for_all_may_hold_the_caches_of_each(self, tmp_path, monkeypatch):
+        """As /tmp does, where nobody can replace what is another's."""
+        tmp_path.chmod(0o1777)
+        monkeypatch.setenv("HVD_COMPRESS_CACHE", str(tmp_path))
+        horovod_plan.check_private(tmp_path / "horovod")
 
     def test_install_looks_at_the_cache_before_it_takes_anything(self, install, tmp_path):
         tmp_path.chmod(0o777)

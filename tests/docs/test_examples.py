@@ -183,8 +183,13 @@ def test_every_picture_is_checked_before_the_work():
                 assert "picture" not in line, script
 
 
+#: what an example whose experiments have options of their own runs here
+EXPERIMENTS = {"biased_compression": "descent", "simulations": "leader_symmetry"}
+
+
 def of_refused(example, option, value):
-    return f"mpi_examples.{example}", option, value
+    experiment = [EXPERIMENTS[example]] if example in EXPERIMENTS else []
+    return f"mpi_examples.{example}", *experiment, option, value
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from benchmarks import quality
-from benchmarks.quality import Run
+from benchmarks.quality import Training
 from hvd_compress.stats import human_bytes
 from mpi_examples.study import half_width
 from tests import jobs
@@ -26,7 +26,7 @@ def test_the_best_learning_rate_counts_and_losses_are_compared_by_seed():
         of_top_k = 1.25 + 3.0 * run.seed + 0.5 * (run.factor == 1)
         known[run.key] = end(of_none if run.method == "none" else of_top_k)
     # A rate that has not run with both seeds is compared by what both have.
-    del known[Run("bytes", "none", 1, 2.0, 1).key]
+    del known[Training("bytes", "none", 1, 2.0, 1).key]
     rows = quality.groups(known, wanted)
     dense, top_k = (rows["bytes", 1, method] for method in METHODS)
     assert (dense.factor, dense.losses) == (1.0, {0: 1.0, 1: 3.0})
@@ -77,5 +77,5 @@ def test_what_ran_is_kept(tmp_path):
     again = [*command, "--minutes", "0", "--picture", str(picture)]
     _, said = jobs.run(again, timeout=60)
     table = output[output.index("bytes, 0.002x") :]
-    assert said[said.index("bytes, 0.002x") :] == table, "kept, not trained again"
+    assert table.strip() in said, "kept, not trained again"
     assert picture.read_bytes().startswith(b"\x89PNG")

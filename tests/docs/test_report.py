@@ -1,4 +1,4 @@
-"""What the examples say at the end: tables and pictures."""
+"""Tables and pictures at the end of the examples."""
 
 from __future__ import annotations
 

@@ -158,6 +158,18 @@ def test_another_model_is_another_choice():
     assert Simulation(3).run(rank) == 3 * [[0, 0, 64, 64, 0, 0]]
 
 
+def test_a_model_of_other_ranks_is_refused():
+    """It was loaded from a file of a job of another size, and would choose by other times."""
+
+    def rank():
+        comm = mpi.Communicator(checks=0)
+        with pytest.raises(ConfigError, match=r"measured on 4 ranks, and here are 3.*measure"):
+            comm.cost_model = model_that_prefers("ring", 4)
+        assert comm.cost_model is None
+
+    Simulation(3).run(rank)
+
+
 def test_duplicates_measure_once():
     def rank():
         comm = mpi.Communicator(checks=0)

@@ -1,5 +1,5 @@
-"""What users of TensorFlow and Keras do beside what all frameworks share: doors, ``fit``, tapes,
-models that are saved, mixed precision, and what is refused."""
+"""Scenarios of TensorFlow and Keras alone: doors, ``fit``, tapes, models that are saved, mixed
+precision, and refusals."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def tapes_take_any_nest_of_sources() -> None:
 
 
 def parts_of_a_model_stay_local() -> None:
-    """Of a tape and of an optimizer, which ``PartialDistributedOptimizer`` makes too."""
+    """They do under a tape and an optimizer, which ``PartialDistributedOptimizer`` makes too."""
     model = model_of("mlp")
     x, y = oracle.batch("mlp", hvd.rank(), 0)
     initial = oracle.initial_weights("mlp")

@@ -225,7 +225,7 @@ def a_step_that_was_skipped_by_hand() -> None:
 @horovod_only
 @applies(least=2)  # alone, nothing travels
 def a_damaged_message_raises() -> None:
-    """Of elements and of rows."""
+    """The message has elements, or rows."""
     import hvd_compress.torch.engine as engine
 
     honest = engine.HorovodEngine._launch

@@ -129,7 +129,7 @@ def run_of(name: str, method: Any = None, *, setup: Any = None, **options: Any) 
 
 
 def _reference(name: str, steps: int, kind: str = "mlp", **options: Any) -> oracle.Weights:
-    """What this rank has after so many steps of all."""
+    """Return the weights of this rank after so many steps of all."""
     row, ranks = ROWS[name], range(hvd.size())
     weights = [oracle.initial_weights(kind, "float64") for _ in ranks]
     # The layout matters: shards are parts of the flat tensor.
@@ -193,7 +193,7 @@ def zero_one_adam_follows_its_formulas_between_synchronizations_too() -> None:
 
 
 def synchronizing_in_full_gives_the_mean() -> None:
-    """Of where the ranks are, when nothing waits."""
+    """It is the mean of the ranks' weights when nothing waits."""
     run = run_of("0/1 Adam", local_step_scaler=1, local_step_clipper=1000)
     freeze = SCHEDULE["var_freeze_step"]
     train(run, range(freeze + 2))  # 13 and 14 synchronize

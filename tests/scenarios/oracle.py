@@ -65,14 +65,14 @@ def batch(kind: str, rank: int, step: int, dtype: str = "float32") -> tuple[np.n
 
 
 def others_weights(rank: int) -> Weights:
-    """Of "mlp" in float64: others for every rank."""
+    """Return weights of "mlp" in float64, other ones for every rank."""
     random = np.random.default_rng(rank)
     weights = initial_weights("mlp", "float64")
     return {name: w + 0.25 * random.normal(size=w.shape) for name, w in weights.items()}
 
 
 def logits(weights: Weights, x: np.ndarray) -> list[np.ndarray]:
-    """Of "mlp", last, behind what enters its layers."""
+    """Return the inputs of the layers of "mlp", and last its logits."""
     layers = len(WIDTHS) - 1
     inputs = [x]
     for i in range(layers):
@@ -82,7 +82,7 @@ def logits(weights: Weights, x: np.ndarray) -> list[np.ndarray]:
 
 
 def gradients(kind: str, weights: Weights, rank: int, step: int, pull: Any = None) -> Weights:
-    """Of the mean cross-entropy of a batch; with that of ``pull(logits, inputs)`` beside it."""
+    """Return those of a batch's mean cross-entropy; ``pull(logits, inputs)`` adds to them."""
     dtype = next(iter(weights.values())).dtype.name
     x, labels = batch(kind, rank, step, dtype)
     if kind == "words":

@@ -63,7 +63,7 @@ def _quadratic(method: Any) -> tuple[torch.nn.Parameter, Any, Any]:
 
 
 def every_graph_gives_the_bits_of_the_simulation() -> None:
-    """Of the functions for NumPy, whatever carries the messages."""
+    """The simulation is the functions for NumPy, whatever carries the messages."""
     targets, size = _points(0), hvd.size()
     w = torch.eye(size, dtype=torch.float64) / 2 + 1 / (2 * size)  # a matrix of one's own
     for method in (*GRAPHS, hvd.ExactDiffusion(w)):
@@ -188,7 +188,7 @@ def momentum_may_be_averaged_or_reset() -> None:
 
 @applies(least=2)  # one rank has nobody who lacks anything
 def averaged_buffers_are_there_on_all_ranks() -> None:
-    """Where a parameter has had a gradient on some ranks alone, the error says what is missing."""
+    """The error names what is missing when some ranks alone had a gradient of a parameter."""
     model = make_model()
     optimizer = _distributed(rounds.LocalSGD(sync_every=2, buffers="average"), model)
     with raises(MismatchError, "got no gradient there"):

@@ -225,7 +225,6 @@ def train_locally(
 def systems_over(make_engine: Callable[[Any], Engine], module: str) -> dict[str, Any]:
     """Return what systems add to ``module``, by name, over the engines for eager tensors that
     ``make_engine`` makes of process sets."""
-
     return {
         **rounds.METHODS,
         **graphs.METHODS,

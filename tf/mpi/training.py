@@ -117,10 +117,10 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     rank()  # says if init() is missing
     if method is not None:
         signature = inspect.signature(DistributedOptimizer)
-        from hvd_compress.systems.base import by_method
+        from hvd_compress.systems.base import train_by_method
 
         training = importlib.import_module("hvd_compress.tensorflow.keras.mpi.training")
-        return by_method(training.train, signature, options)
+        return train_by_method(training.train, signature, options)
     del options["method"]
     options["compression"] = chosen(compression, Compression.none, rank)
     return _optimizer.distribute(runtime, **options)

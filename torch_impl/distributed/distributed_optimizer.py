@@ -81,11 +81,11 @@ def wrap_factory(
         """
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("method") is not None:
-            from hvd_compress.systems.base import by_method
+            from hvd_compress.systems.base import train_by_method
 
             given.apply_defaults()
             train = functools.partial(train_locally, engine_of)
-            return by_method(train, signature, given.arguments)
+            return train_by_method(train, signature, given.arguments)
         check_process_set(given.arguments.get("process_set", hvd.global_process_set))
         call = bind_call(signature, args, kwargs, hvd, gather)
         del call.arguments["method"]

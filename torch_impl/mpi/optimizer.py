@@ -16,7 +16,7 @@ from hvd_compress.integrations.environment import chosen
 from hvd_compress.mpi.objects import broadcast_bytes
 from hvd_compress.mpi.process_sets import ProcessSet, engine_over, global_process_set, rank
 from hvd_compress.systems import TrainingMethod
-from hvd_compress.systems.base import by_method
+from hvd_compress.systems.base import train_by_method
 
 from ..distributed.compressed_optimizer import CompressedOptimizer
 from ..distributed.distributed_optimizer import distribute
@@ -76,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
         process_set.rank()  # says if init() is missing
     if method is not None:
         signature = inspect.signature(DistributedOptimizer)
-        return by_method(functools.partial(train_locally, engine_over), signature, options)
+        return train_by_method(functools.partial(train_locally, engine_over), signature, options)
     del options["method"]
     options["compression"] = chosen(compression, Compression.none, rank)
     return distribute(collectives, engine_over, **options)

@@ -373,15 +373,15 @@ def train_locally(
     from hvd_compress.systems.base import as_training_method
 
     method = as_training_method(method)
-    if process_set is not None and not is_group(process_set):
-        check_process_set(process_set)
-    engine = make_engine(process_set)
     check_users(optimizer)
     if method.acts_before and isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             f"LBFGS evaluates gradients inside step(), where {type(method).__name__} cannot act; "
             "local SGD and DiLoCo can use it"
         )
+    if process_set is not None and not is_group(process_set):
+        check_process_set(process_set)
+    engine = make_engine(process_set)
     sharded = isinstance(engine, ReplicaEngine)
     names = names_of_parameters(optimizer.param_groups, named_parameters, sharded=sharded)
     if isinstance(engine, ReplicaEngine):

@@ -210,6 +210,11 @@ class Communicator:
 
     @cost_model.setter
     def cost_model(self, model: Any) -> None:
+        if model is not None and model.size != self.size:
+            raise ConfigError(
+                f"this cost model was measured on {model.size} ranks, and here are {self.size}: "
+                "comm.cost_model = mpi.measure(comm)"
+            )
         self._tuning.set(model)
         self.entries.clear()
 
