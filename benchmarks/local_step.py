@@ -28,6 +28,7 @@ parser.add_argument("--density", type=float, default=0.001)
 options = parser.parse_args()
 
 SIZES = [math.prod(shape) for shape in resnet50().values() if len(shape) > 1]
+COUNTS = [math.ceil(options.density * n) for n in SIZES]
 
 
 def on_cpu(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
@@ -50,7 +51,47 @@ def on_gpu(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     return result, start.elapsed_time(end) / 1000
 
 
-def measure(loops: Any, pool: Any, make: Callable[[int], Any], timed: Any) -> tuple[float, float]:
+class OnCPU:
+    """Steps whose results are not needed: old states are kept where gradients were."""
+
+    loops, timed = kernels, staticmethod(on_cpu)
+
+    def __init__(self) -> None:
+        self._selection = kernels.Selection(SIZES, COUNTS)
+        self._spare = [np.full(n, 0, np.float32) for n in SIZES]  # so that no page of them is new
+
+    def arrays(self, gradients: list[Any], states: list[tuple[Any, Any]]) -> kernels.Steps:
+        rows = zip(gradients, states, self._spare, strict=True)
+        return kernels.Steps.of((g, v, v, u, u, g, kept) for g, (u, v), kept in rows)
+
+    def step(self, arrays: kernels.Steps) -> None:
+        found = self._selection.select(arrays, 0.9)
+        left = np.zeros_like(found.values)
+        self._selection.settle(arrays, found.indices, left, True, found.finite)
+
+
+class OnGPU:
+    """Steps with results, which take the place of the gradients."""
+
+    timed = staticmethod(on_gpu)
+
+    def __init__(self) -> None:
+        import torch
+
+        from hvd_compress.torch.triton import loops
+
+        self.loops = loops
+        self._step = loops.TopKStep(SIZES, COUNTS, "float32", torch.empty(0, device="cuda"))
+
+    def arrays(self, gradients: list[Any], states: list[tuple[Any, Any]]) -> list[kernels.Column]:
+        x, u, v = map(kernels.Column, (gradients, *zip(*states, strict=True)))
+        return [x, x, v, u]
+
+    def step(self, arrays: list[kernels.Column]) -> None:
+        self._step.settle(arrays, self._step.encode(arrays, 0.9), 1, masking=True)
+
+
+def measure(work: Any, pool: Any, make: Callable[[int], Any]) -> tuple[float, float]:
     """Medians of a step and of the stream, in seconds."""
 
     def arrays() -> list[Any]:
@@ -58,25 +99,17 @@ def measure(loops: Any, pool: Any, make: Callable[[int], Any], timed: Any) -> tu
 
     random = np.random.default_rng(0)
     bounds = list(itertools.pairwise([0, *itertools.accumulate(SIZES)]))
-    selection = loops.Selection(SIZES, [math.ceil(options.density * n) for n in SIZES])
     own, plain = ([*zip(arrays(), arrays(), strict=True)] for _ in range(2))
-    own_gradients, spare = arrays(), arrays()
+    own_gradients = arrays()
     steps, streams = [], []
     for _ in range(options.rounds):
         shift = 4 * int(random.integers(250_000))  # 16 bytes: where tensors start
         gradients = [pool[shift + a : shift + b] for a, b in bounds]
         rows = [(g, *its) for g, its in zip(gradients, plain, strict=True)]
-        streams.append(timed(loops.stream, rows)[1])
+        streams.append(work.timed(work.loops.stream, rows)[1])
         for fresh, g in zip(gradients, own_gradients, strict=True):
             g[:] = fresh
-        # As in training: loops that can keep old states, residuals where gradients were.
-        each = zip(own_gradients, own, spare, strict=True)
-        rows = [(g, v, v, u, u, *((g, kept) if loops.KEEPS else ())) for g, (u, v), kept in each]
-        step = kernels.Steps.of(rows)
-        found, seconds = timed(selection.select, step, 0.9)
-        left = np.zeros_like(found.values)
-        _, more = timed(selection.settle, step, found.indices, left, True, found.finite)
-        steps.append(seconds + more)
+        steps.append(work.timed(work.step, work.arrays(own_gradients, own))[1])
     # In the first steps the thresholds are not known, and change.
     return tuple(statistics.median(x[options.rounds // 3 :]) for x in (steps, streams))
 
@@ -92,17 +125,14 @@ def main() -> None:
     if options.device == "cuda":
         import torch
 
-        from hvd_compress.torch.triton import loops
-
         pool = torch.randn(sum(SIZES) + 10**6, device="cuda")
-        times = measure(loops, pool, lambda n: torch.zeros(n, device="cuda"), on_gpu)
+        times = measure(OnGPU(), pool, lambda n: torch.zeros(n, device="cuda"))
         report(torch.cuda.get_device_name(), *times)
         return
     pool = np.random.default_rng(0).standard_normal(sum(SIZES) + 10**6, np.float32)
     for threads in options.threads:
         kernels.threads = lambda threads=threads: threads
-        # Written once, so that no page of them is new.
-        times = measure(kernels, pool, lambda n: np.full(n, 0, np.float32), on_cpu)
+        times = measure(OnCPU(), pool, lambda n: np.full(n, 0, np.float32))
         report(f"threads {threads}", *times)
 
 

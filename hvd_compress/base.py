@@ -165,6 +165,7 @@ class Context(NamedTuple):
         phase: the phase of the method, where ``step`` is a symbol.
         scratch: memory for the loops of graphs, which outlives the step; ``None`` elsewhere.
         in_place: the result may be written into the memory of the gradient.
+        reads_device: the engine carries arrays that are on a device.
         sparse: the ``mean`` of an outcome may be a flat :class:`Sparse`.
         learning_rate: that of the optimizer's next step of this tensor; ``None`` if unknown.
 
@@ -188,6 +189,7 @@ class Context(NamedTuple):
     phase: str = ""
     scratch: dict[str, Any] | None = None
     in_place: bool = False
+    reads_device: bool = False
     sparse: bool = False
     learning_rate: Any = None
 
@@ -309,12 +311,14 @@ class Place(NamedTuple):
         weight: the bytes of common messages are counted to tensors in proportion to it, from 1.
         key: tensors that differ in it have plans of their own, for instance their dtype.
         x: the gradient as it is exchanged, flat.
+        kind: of the exchange, as text; ranks of other kinds cannot take part.
     """
 
     form: Form
     weight: int
     key: Hashable
     x: Array
+    kind: str = "joint work"
 
 
 class Compressor(Configurable, abc.ABC, kind="method"):

@@ -120,6 +120,7 @@ class _Engine:
 
     is_collective = False
     sums_in_rank_order = True
+    reads_device = False
 
     def __init__(self, rank: int, size: int, meeting: _Exchange) -> None:
         self.rank, self.size, self._meeting = rank, size, meeting

@@ -31,6 +31,10 @@ class Engine(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def reads_device(self) -> bool:
+        """Whether arrays of a GPU are sent from its memory, and arrive there."""
+
     def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
         """Submit the first round of an exchange; ``name`` is unique among those in flight, and the
         same on all ranks, as is the order of starts."""

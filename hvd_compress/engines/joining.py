@@ -98,7 +98,7 @@ class Placed:
 
     @functools.cached_property
     def look(self) -> BucketKey:
-        text = f"joint work of weight {self.place.weight}"
+        text = f"{self.place.kind} of weight {self.place.weight}"
         return BucketKey((Placed, self.place.form, self.place.key), False, self.extent[1], text)
 
 

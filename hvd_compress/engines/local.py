@@ -16,6 +16,7 @@ class LocalEngine:
     rank, size = 0, 1
     is_collective = False
     sums_in_rank_order = True
+    reads_device = True
 
     def __init__(self) -> None:
         self._results: dict[str, Any] = {}

@@ -87,6 +87,10 @@ class NamedEngine(Comparing, abc.ABC):
     @abc.abstractmethod
     def size(self) -> int: ...
 
+    @property
+    def reads_device(self) -> bool:
+        return False
+
     @abc.abstractmethod
     def _launch(self, op: Op) -> Any:
         """Submit a collective, and return a handle."""

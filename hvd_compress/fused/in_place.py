@@ -156,10 +156,10 @@ class InPlacePlan(Plan):
         states = {key: tensors.column(key) or [] for key in self.keys}
         if not is_known:
             states = {key: [flat(each) for each in column] for key, column in states.items()}
-        out = x if step.in_place else [self.empty(each) for each in x]
+        dtypes = ["float32"] if is_known else [xp.dtype(gradient) for gradient in gradients]
+        out = self.results_for(x, dtypes, step)
         arrays = Arrays(self, x, states, out, tensors.momenta)
-        if not is_known:
-            arrays.dtypes = [xp.dtype(gradient) for gradient in gradients]
+        arrays.dtypes = dtypes
         meeting, reply = self.meet(arrays, step), None
         with contextlib.closing(meeting):
             while True:
@@ -181,6 +181,13 @@ class InPlacePlan(Plan):
             if is_known and arrays.new is None:  # others are where the old ones were
                 new = {i: state for i, state in new.items() if not finite[i]}
         return Averages(directions, new, arrays.counts)
+
+    def results_for(
+        self, x: Sequence[Array], dtypes: Sequence[str], step: Context
+    ) -> Sequence[Array]:
+        """Return where results are written, given what is exchanged of gradients of these
+        dtypes."""
+        return x if step.in_place else [self.empty(each) for each in x]
 
     def empty(self, like: Array) -> Array:
         """Return memory for a result like ``like``."""

@@ -20,12 +20,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Sparse, Spec, State
+from hvd_compress.base import Array, Context, Place, Sparse, Spec, State
 from hvd_compress.codecs import logarithmic
-from hvd_compress.fused.in_place import Arrays, InPlaceForm, InPlacePlan
+from hvd_compress.fused.in_place import Arrays, InPlaceForm, InPlacePlan, is_on_host
 from hvd_compress.fused.kept import Kept, spares
 from hvd_compress.fused.messages import Entries, finite_of, gather_of, merged, message_of, part_of
-from hvd_compress.kernels import Column, Steps, loops_of
+from hvd_compress.fused.top_k_on_device import TopKOnDevice
+from hvd_compress.kernels import Column, Selection, Steps, add_up, loops_of
 from hvd_compress.operators import top_k
 from hvd_compress.requests import Request
 from hvd_compress.times import phase
@@ -58,11 +59,30 @@ class FusedTopK(InPlaceForm):
     def weight(self, context: Context) -> int | None:
         return part_of(self.select, self.values, context)
 
-    def takes(self, x: Array) -> bool:
-        return loops_of(x) is not None
+    def place(self, gradient: Array, context: Context) -> Place | None:
+        place = super().place(gradient, context)
+        if place is None or is_on_host(place.x):
+            return place
+        return None if context.sparse else place._replace(kind="joint work on GPUs")
 
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> TopKPlan:
-        return TopKPlan(self, specs, key, step)
+    def takes(self, x: Array) -> bool:
+        return is_on_host(x) or (isinstance(self.values, str) and loops_of(x) is not None)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of the states that are used."""
+        return (_R,) if self.correction is None else (_R, _V)
+
+    def momenta_of(self, momenta: Sequence[float]) -> Sequence[float] | None:
+        """Return those in use, given the optimizer's; ``None`` without momentum correction."""
+        if self.correction is None:
+            return None
+        own = self.correction.momentum
+        return momenta if own is None else [own] * len(momenta)
+
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> InPlacePlan:
+        plan = TopKPlan if is_on_host(specs[0].x) else TopKOnDevice
+        return plan(self, specs, key, step)
 
 
 class TopKPlan(InPlacePlan):
@@ -75,18 +95,14 @@ class TopKPlan(InPlacePlan):
         self, form: FusedTopK, specs: Sequence[Spec], key: Hashable, step: Context
     ) -> None:
         super().__init__(form, specs, key, step)
-        self.keys = (_R,) if form.correction is None else (_R, _V)
-        self._loops = loops_of(specs[0].x)
+        self.keys = form.keys
         self._spares = spares()
-        self._selection = self._loops.Selection(self.sizes, self.weights)
+        self._selection = Selection(self.sizes, self.weights)
         self._message = message_of(form.values, form.indices, sum(self.sizes), self.weights)
         self.requests = [gather_of(self._message)]
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
-        correction = self.form.correction
-        momenta: Sequence[float] | None = None if correction is None else arrays.momenta
-        if correction is not None and correction.momentum is not None:
-            momenta = [correction.momentum] * len(self.sizes)
+        momenta = self.form.momenta_of(arrays.momenta)
         kept = self._kept(arrays, step)
         try:
             finite = yield from self._met(arrays, step, momenta, kept)
@@ -127,14 +143,15 @@ class TopKPlan(InPlacePlan):
                 means = merged(self.sizes, theirs)
                 arrays.sparse = [Sparse(*(xp.from_numpy(x, like) for x in own)) for own in means]
             else:
-                self._loops.add_up(arrays.columns[1], *zip(*theirs, strict=True), self.size)
+                at, what = zip(*theirs, strict=True)
+                add_up(arrays.columns[1], at, what, self.size)
         return finite
 
     def _kept(self, arrays: Arrays, step: Context) -> Kept | None:
         """Return where old states are kept; ``None`` if new ones are not written at once: for want
         of memory, since others may still look at the old ones, or since no results are written
         where gradients are."""
-        if self.memory is not None or step.sparse or not (step.in_place and self._loops.KEEPS):
+        if self.memory is not None or step.sparse or not step.in_place:
             return None
         views = arrays.views
         return Kept.of([views.states[key] for key in self.keys], views.out, self._spares)

@@ -33,7 +33,6 @@ from hvd_compress.kernels.arrays import (
 )
 
 __all__ = [
-    "KEEPS",
     "Column",
     "Selected",
     "Selection",
@@ -57,8 +56,6 @@ __all__ = [
     "threads",
 ]
 
-#: loops may write new states at once where old ones are kept: see :class:`Steps`
-KEEPS = True
 #: what helps where there are no compiled loops
 INSTALL = (
     "install a C++ compiler, then pip install --force-reinstall --no-deps hvd_compress, or in a "
@@ -140,8 +137,8 @@ class Selection:
 
 
 def loops_of(x: Array) -> Any:
-    """Return the module whose ``Selection``, ``add_up`` and ``placed`` are those of this one for
-    arrays in memory where ``x`` is, or ``None`` if there is none."""
+    """Return the module with the loops for arrays in memory where ``x`` is, or ``None`` if there is
+    none: this one, or that of a device."""
     name = backend_of(x).loops(x)
     return None if name is None else _module(name)
 

@@ -179,6 +179,7 @@ class MpiEngine(Comparing):
 
     is_collective = True
     sums_in_rank_order = True
+    reads_device = False
 
     def __init__(
         self, comm: MPI.Comm | Communicator | None = None, *, predivide: float = 1.0

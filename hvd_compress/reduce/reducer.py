@@ -278,6 +278,7 @@ class Reducer:
             sums=self.sums,
             phase=self.phase,
             in_place=self.in_place,
+            reads_device=self._current.reads_device,
             sparse=self.sparse_results,
             scratch=self._scratch,
         )

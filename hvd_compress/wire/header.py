@@ -35,6 +35,7 @@ class Kind(enum.IntEnum):
     SERVER = 5  # of a parameter server and its workers
     BUCKET = 6  # values of several tensors in codes: fused/coded_plan.py
     CONTENT = 7  # bytes that are no gradient: wire/content.py
+    BLOCKS = 8  # elements of several tensors, selected on a GPU: fused/top_k_on_device.py
 
 
 class Header(NamedTuple):

@@ -17,6 +17,7 @@ class Ranks:
     def __init__(self, method, shapes, size, *, in_place=False):
         self.method, self.shapes, self.size = method, shapes, size
         self.in_place, self.scratch = in_place, [{} for _ in range(size)]
+        self.reads_device = False
         self.states = None
         self.plans = [{} for _ in range(size)]
         self.step = 0
@@ -29,6 +30,7 @@ class Ranks:
             momentum=0.9,
             gradient_norm=3.0,
             in_place=self.in_place,
+            reads_device=self.reads_device,
             scratch=self.scratch[rank],
         )
 

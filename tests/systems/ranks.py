@@ -70,7 +70,7 @@ def _is_broken(error):
 class ThreadEngine:
     """The engine of a rank that is a thread; ``sent`` counts the bytes of its requests."""
 
-    is_collective, sums_in_rank_order = False, True
+    is_collective, sums_in_rank_order, reads_device = False, True, False
 
     def __init__(self, meeting, rank):
         self.meeting, self.rank, self.size = meeting, rank, meeting.size

@@ -37,7 +37,7 @@ class OnGPU(torch.Tensor):
 class OverNCCL(ProcessGroupEngine):
     """Takes what is on a "GPU" only."""
 
-    reads_device = True
+    reads_host = False
 
     def _reachable(self, tensor):
         return tensor if tensor.is_cuda else tensor.clone().as_subclass(OnGPU)

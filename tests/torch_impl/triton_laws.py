@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_compress import DGC, Outcome, TopK
+from hvd_compress.chain import in_range
 from hvd_compress.kernels import Column, Steps, reference
 from hvd_compress.torch import backend
 from tests.kernels.buckets import Ranks, assert_equal, one_by_one
-from tests.kernels.test_kernels import assert_selects, drawn, steps_of, unaligned
+from tests.kernels.test_kernels import drawn, unaligned
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 #: the interpreter takes a second for what a GPU does in a millisecond
@@ -92,6 +93,59 @@ def assert_same(own, expected):
     np.testing.assert_array_equal(bits(own), bits(expected))
 
 
+def columns_of(random, sizes, kind, momentum, offset=0):
+    """Arrays of a rank in NumPy, by the name of their column, and the same on the device."""
+    names = ["gradients", "residuals", *(["velocities"] if momentum is not None else [])]
+    plain = {name: [drawn(random, n, kind) for n in sizes] for name in names}
+    return plain, {name: [on_device(x, offset) for x in own] for name, own in plain.items()}
+
+
+def as_columns(arrays, out=None):
+    """Those of a step, whose results are in the memory of the gradients."""
+    first, *states = (Column(own) for own in arrays.values())
+    return [first, first if out is None else Column(out), *states]
+
+
+def entries_of(step, message):
+    """Indices into all tensors end to end, and values, of a message, one after the other."""
+    layout, whole = step.layout, message.cpu().numpy()
+    heads = whole[layout.heads].view(np.int32)[4:]
+    values = whole[layout.values].view(np.float16 if layout.header.first else np.float32)
+    places = whole[layout.places].view(np.int16)
+    tensors = step._tensors.cpu().numpy()  # elements, entries, first block, first entry
+    starts = np.cumsum([0, *tensors[:-1, 0]])
+    firsts = [*heads[len(tensors) :].tolist(), len(values)]
+    found = []
+    for block, tensor in enumerate(step._owners.cpu().numpy()):
+        at = starts[tensor] + (block - tensors[tensor, 2]) * step._width
+        found += [at + place for place in places[firsts[block] : firsts[block + 1]]]
+    return np.array(found, np.int64), values.astype(np.float32)
+
+
+def numpys(plain, sizes, counts, momentum, nesterov, masking, half):
+    """What the ranks send, by rank; writes results and states of all in NumPy."""
+    selections, sent = [reference.Selection(sizes, counts) for _ in plain], []
+    steps, lefts, finite = [], [], np.ones(len(sizes), bool)
+    for own, selection in zip(plain, selections, strict=True):
+        residuals, velocities = own["residuals"], own.get("velocities", [None] * len(sizes))
+        rows = zip(own["gradients"], residuals, residuals, velocities, velocities, strict=True)
+        columns = [Column(x) if x[0] is not None else None for x in zip(*rows, strict=True)]
+        steps.append(Steps(*columns))
+        indices, values, fine = selection.select(steps[-1], momentum, nesterov)
+        received = np.clip(values, -65504, 65504).astype(np.float16) if half else values
+        sent.append((indices, received.astype(np.float32)))
+        lefts.append(values - sent[-1][1])
+        finite &= fine
+    for step, selection, (indices, _), left in zip(steps, selections, sent, lefts, strict=True):
+        selection.settle(step, indices, left, masking, finite)
+    for own in plain:
+        for i in np.flatnonzero(~finite):
+            for name in own.keys() - {"gradients"}:
+                own[name][i] = in_range({"x": own[name][i]})["x"]
+        reference.add_up(Column(own["gradients"]), *zip(*sent, strict=True), len(plain))
+    return sent
+
+
 @drawn_too(25)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=3),
@@ -100,27 +154,54 @@ def assert_same(own, expected):
     momentum=st.sampled_from([None, 0.0, 0.9]),
     nesterov=st.booleans(),
     density=st.sampled_from([0.001, 0.1, 1.0]),
+    values=st.sampled_from(["float32", "float16"]),
+    ranks=st.integers(1, 3),
     offset=st.integers(0, 5),
     seed=st.integers(0, 1000),
 )
-@example([63, 1, 65], FORMS[0], "normal", 0.9, False, 0.1, 1, 0)
-@example([200, 64], FORMS[0], "normal", None, False, 1.0, 0, 1)  # more than there is room for
-@example([200], FORMS[1], "ties", 0.9, True, 0.1, 2, 2)
-@example([130, 65], FORMS[1], "zeros", 0.9, False, 0.1, 0, 3)
-@example([256, 300], FORMS[2], "special", None, False, 0.1, 3, 4)
-@example([257, 7], FORMS[2], "finite", 0.0, True, 0.001, 5, 5)
-@example([1000, 9], FORMS[3], "special", 0.9, True, 0.1, 4, 6)
-def test_selections_are_those_of_numpy(
-    loops, sizes, form, kind, momentum, nesterov, density, offset, seed
+@example([63, 1, 65], FORMS[0], "normal", 0.9, False, 0.1, "float32", 3, 1, 0)
+# More than there is room for, and all values.
+@example([200, 64], FORMS[0], "normal", None, False, 1.0, "float16", 2, 0, 1)
+@example([200], FORMS[1], "ties", 0.9, True, 0.1, "float32", 2, 2, 2)
+@example([130, 65], FORMS[1], "zeros", 0.9, False, 0.1, "float32", 1, 0, 3)
+@example([256, 300], FORMS[2], "special", None, False, 0.1, "float16", 2, 3, 4)
+@example([257, 7], FORMS[2], "finite", 0.0, True, 0.001, "float32", 1, 5, 5)
+@example([1000, 9], FORMS[3], "special", 0.9, True, 0.1, "float32", 2, 4, 6)
+@example([5000, 9], FORMS[3], "normal", 0.9, True, 0.01, "float16", 2, 0, 7)
+def test_steps_are_those_of_numpy(
+    loops, sizes, form, kind, momentum, nesterov, density, values, ranks, offset, seed
 ):
-    """Over several steps, in which thresholds are predicted."""
-    random = np.random.default_rng(seed)
+    """Messages, results and states, over several steps, in which thresholds are predicted."""
+    random, masking = np.random.default_rng(seed), bool(seed % 2)
     counts = [max(1, int(n * density)) for n in sizes]
-    fast, plain = loops.Selection(sizes, counts, *form), reference.Selection(sizes, counts)
+    like = torch.empty(0, device=DEVICE)
+    steps = [loops.TopKStep(sizes, counts, values, like, *form) for _ in range(ranks)]
     for _ in range(3):
-        theirs = steps_of(random, sizes, kind, 0, momentum=momentum is not None)
-        steps = Steps(*(c and Column([on_device(x, offset) for x in c.arrays]) for c in theirs))
-        assert_selects(fast, plain, steps, theirs, random, momentum, nesterov, assert_same)
+        arrays = [columns_of(random, sizes, kind, momentum, offset) for _ in steps]
+        plain = [own for own, _ in arrays]
+        columns = [as_columns(own) for _, own in arrays]
+        rows = zip(steps, columns, strict=True)
+        messages = [step.encode(own, momentum, nesterov) for step, own in rows]
+        with np.errstate(over="ignore"):
+            half, is_moving = values == "float16", momentum is not None
+            sent = numpys(plain, sizes, counts, momentum, nesterov, masking and is_moving, half)
+        for step, message, (indices, what) in zip(steps, messages, sent, strict=True):
+            found = entries_of(step, message)
+            np.testing.assert_array_equal(found[0], indices)
+            assert_same(found[1], what)
+        everything = torch.cat(messages)
+        for step, own in zip(steps, columns, strict=True):
+            step.settle(own, everything, ranks, masking and momentum is not None)
+        for own, theirs in arrays:
+            for name, found in theirs.items():
+                for x, expected in zip(found, own[name], strict=True):
+                    assert_same(x, expected)
+
+
+def select(step, *gradients):
+    """The message of gradients without residuals."""
+    own = {"gradients": gradients, "residuals": [torch.zeros_like(x) for x in gradients]}
+    return step.encode(as_columns(own))
 
 
 @drawn_too(8)
@@ -137,53 +218,53 @@ def test_a_wrong_prediction_changes_nothing(loops, scales, form, n, seed):
     """Gradients that grow and shrink from step to step."""
     random = np.random.default_rng(seed)
     k = n // 100
-    fast = loops.Selection([n], [k], *form)
+    step = loops.TopKStep([n], [k], "float32", torch.empty(0, device=DEVICE), *form)
     for scale in scales:
         gradient = random.standard_normal(n).astype(np.float32) * np.float32(scale)
-        x = on_device(gradient)
-        own = fast.select(Steps.of([(x, torch.zeros_like(x), torch.empty_like(x))]), None)
+        indices, _ = entries_of(step, select(step, on_device(gradient)))
         expected = np.sort(np.argsort(-np.abs(gradient), kind="stable")[:k])
-        np.testing.assert_array_equal(own.indices, expected)
+        np.testing.assert_array_equal(indices, expected)
 
 
 def test_predictions_are_met(loops):
     """In the second of two like steps, fewer elements are candidates than half of all, and enough
     of them."""
     random = np.random.default_rng(0)
-    selection = loops.Selection([2000], [20], 64, 16)
+    step = loops.TopKStep([2000], [20], "float32", torch.empty(0, device=DEVICE), 64, 16)
     for _ in range(2):
-        x = on_device(random.standard_normal(2000).astype(np.float32))
-        selection.select(Steps.of([(x, torch.zeros_like(x), torch.empty_like(x))]), None)
-    assert 20 <= selection._memory.found[0].item() < 1000
+        select(step, on_device(random.standard_normal(2000).astype(np.float32)))
+    assert 20 <= step._memory.found[0].item() < 1000
 
 
-@settings(max_examples=40)
-@given(
-    sizes=st.lists(SIZES, min_size=1, max_size=4),
-    ranks=st.integers(1, 4),
-    kind=st.sampled_from(KINDS),
-    density=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
-    size=st.sampled_from([1, 2, 3]),
-    seed=st.integers(0, 1000),
-)
-def test_sums_are_those_of_numpy(loops, sizes, ranks, kind, density, size, seed):
-    random = np.random.default_rng(seed)
-    total = sum(sizes)
-    indices = [np.flatnonzero(random.random(total) < density) for _ in range(ranks)]
-    values = [drawn(random, own.size, kind) for own in indices]
-    expected = [np.full(n, 9.0, np.float32) for n in sizes]
-    out = [on_device(x) for x in expected]
-    loops.add_up(Column(out), indices, values, size)
-    reference.add_up(Column(expected), indices, values, size)
-    for own, theirs in zip(out, expected, strict=True):
-        assert_same(own, theirs)
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_arrives_is_written_within_the_results_and_states(loops, seed):
+    """A message that was damaged, where no checksum is looked at."""
+    random, sizes = np.random.default_rng(seed), [70, 300]
+    step = loops.TopKStep(sizes, [7, 30], "float32", torch.empty(0, device=DEVICE), 64, 16)
+    space = torch.full((3, 1000), 9.0, device=DEVICE)
+    gradients, residuals, velocities = ([row[100:170], row[400:700]] for row in space)
+    own = {"gradients": gradients, "residuals": residuals, "velocities": velocities}
+    step.encode(as_columns(own), 0.9)
+    damaged = torch.tensor(random.integers(0, 256, 2 * step.layout.nbytes, dtype=np.uint8))
+    step.settle(as_columns(own), damaged.to(DEVICE), 2, masking=True)
+    for row in space:
+        assert torch.equal(torch.cat([row[:100], row[170:400], row[700:]]), torch.full((630,), 9.0))
 
 
-@pytest.mark.parametrize("wrong", [[3, 2], [2, 2], [-1, 2], [2, 10]])
-def test_indices_are_checked_before_they_are_used(loops, wrong):
-    out = [torch.zeros(n, device=DEVICE) for n in (6, 4)]
-    with pytest.raises(ValueError, match="ascending"):
-        loops.add_up(Column(out), [np.array(wrong)], [np.ones(2, np.float32)], 2)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_means_without_room_in_their_dtype_leave_states_as_they_are(loops, dtype):
+    """The limit is where rounding gives infinity; and what is sent of others counts."""
+    limit = {"float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119}[dtype]
+    below = np.nextafter(np.float32(limit), np.float32(0))
+    assert torch.tensor(limit).to(getattr(torch, dtype)).isinf()
+    assert torch.tensor(below).to(getattr(torch, dtype)).isfinite()
+    gradients = [on_device(np.array([x, 1.0, 2.0], np.float32)) for x in (limit, below, limit)]
+    residuals, out = ([torch.zeros_like(x) for x in gradients] for _ in "ro")
+    columns = as_columns({"gradients": gradients, "residuals": residuals}, out)
+    step = loops.TopKStep([3] * 3, [1] * 3, "float32", torch.empty(0, device=DEVICE))
+    step.settle(columns, step.encode(columns), 1, False, [dtype, dtype, "float32"])
+    assert [x.tolist() for x in residuals] == [[0, 0, 0], [0, 1, 2], [0, 1, 2]]
+    assert [x.tolist() for x in out] == [[limit, 0, 0], [float(below), 0, 0], [limit, 0, 0]]
 
 
 METHODS = [
@@ -215,9 +296,11 @@ BUCKETS = [
 
 @pytest.mark.parametrize(("method", "in_place"), BUCKETS, ids=repr)
 def test_a_bucket_is_what_its_tensors_are(loops, by_triton, method, in_place):
-    """The whole exchange, against the blocks of the chain in NumPy; also over a step with a NaN."""
+    """The whole exchange, against the blocks of the chain in NumPy; also over a step with a NaN.
+    Messages go by the host, or stay on the device."""
     shapes, random = {"a": (40, 30), "b": (64, 8), "c": (300, 7)}, np.random.default_rng(1)
     ranks, expected = Ranks(method, shapes, 2, in_place=in_place), one_by_one(method, 2)
+    ranks.reads_device = in_place
     for step in range(4):
         gradients = [
             {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
@@ -241,24 +324,50 @@ def test_a_bucket_is_what_its_tensors_are(loops, by_triton, method, in_place):
                     )
 
 
-def test_selections_are_checked_before_they_are_used(loops, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_gradients_are_as_in_host_memory(loops, dtype):
+    """Also where an average of residuals has no room in the gradients' dtype."""
+    random, shapes = np.random.default_rng(2), {"a": (40, 30), "b": (64, 8)}
+    on_host, on_gpu = (Ranks(TopK(density=0.05), shapes, 2, in_place=True) for _ in "hg")
+    largest = float(torch.finfo(dtype).max)
+    for _ in range(3):
+        drawn_ = [{n: random.standard_normal(s) for n, s in shapes.items()} for _ in "ab"]
+        for own in drawn_:
+            own["b"][0] = 0.7 * largest  # what is left of it is too large with the next
+        gradients = [{n: torch.tensor(x).to(dtype) for n, x in own.items()} for own in drawn_]
+        expected = on_host.exchange(copy.deepcopy(gradients))
+        with pytest.MonkeyPatch.context() as patch:
+            if INTERPRETED:
+                patch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
+            own = [{n: x.to(DEVICE) for n, x in its.items()} for its in gradients]
+            found = on_gpu.exchange(own)
+        for its, theirs in zip(found, expected, strict=True):
+            for name in shapes:
+                assert its[name].mean.dtype == dtype
+                assert_equal(_wide(moved(its[name], "cpu")), _wide(theirs[name]))
+
+
+def _wide(outcome):
+    return outcome._replace(mean=outcome.mean.float())
+
+
+def test_steps_are_checked_before_gradients_rely_on_them(loops, monkeypatch):
     from hvd_compress.torch.triton import check
 
     assert check.problem_of(DEVICE) is None
 
-    class Wrong(loops.Selection):
-        def select(self, *args):
-            found = super().select(*args)
-            found.values.view(np.int32)[0] ^= 1
-            return found
+    class Wrong(loops.TopKStep):
+        def settle(self, columns, *args, **options):
+            super().settle(columns, *args, **options)
+            columns[0].arrays[0].view(torch.int32)[0] ^= 1
 
-    class Failing(loops.Selection):
-        def select(self, *args):
+    class Failing(loops.TopKStep):
+        def encode(self, *args):
             raise RuntimeError("no kernel image is available\nfor this device")
 
-    monkeypatch.setattr(loops, "Selection", Wrong)
+    monkeypatch.setattr(loops, "TopKStep", Wrong)
     assert "other bits" in check.problem_of(DEVICE)
-    monkeypatch.setattr(loops, "Selection", Failing)
+    monkeypatch.setattr(loops, "TopKStep", Failing)
     problem = check.problem_of(DEVICE)
     assert problem.endswith("(RuntimeError: no kernel image is available)")
 
@@ -303,37 +412,38 @@ def waits_of(call):
     return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
-def test_the_host_waits_once_for_a_bucket(loops):
-    """For the selected entries."""
+def test_the_host_never_waits_for_a_step_of_a_bucket(loops):
+    """Where messages stay on the device, and tensors where they are."""
     sizes, random = [500, 70], np.random.default_rng(0)
-    selection = loops.Selection(sizes, [5, 1])
-    gradients = [on_device(random.standard_normal(n).astype(np.float32)) for n in sizes]
-    steps = Steps.of((x, *(torch.zeros_like(x) for _ in range(4))) for x in gradients)
+    step = loops.TopKStep(sizes, [5, 1], "float32", torch.empty(0, device=DEVICE))
+    _, arrays = columns_of(random, sizes, "normal", 0.9)
+    columns = as_columns(arrays)
 
-    def select():
-        own = selection.select(steps, 0.9)
-        selection.settle(steps, own.indices, np.zeros_like(own.values), True, own.finite)
-        return own
+    def run():
+        step.settle(columns, torch.cat([step.encode(columns, 0.9)] * 2), 2, True)
 
-    own = select()  # which makes the memory
-    assert waits_of(select) == 1
-    out, entries = Column(gradients), ([own.indices] * 2, [own.values] * 2)
-    assert waits_of(lambda: loops.add_up(out, *entries, 2)) == 0
+    run()  # which tells the device where tensors are
+    assert waits_of(run) == 0
 
 
 _TYPES = {
-    "*i64": "addresses tensors owners order above_ends equal_ends fine",
-    "*i32": "thresholds found largest counts kept prefixes missing histograms above equal places "
-    "most",
-    "*fp32": "values remaining momenta",
+    "*i64": "addresses tensors owners above_ends equal_ends",
+    "*i32": "thresholds found largest counts kept prefixes missing histograms above equal heads "
+    "everything overflows",
+    "*fp32": "values momenta limits",
+    "*i16": "places",
     "fp32": "size",
-    "i32": "entries vectors",
+    "i32": "tensor_count blocks entries ranks row values_at values_row places_at places_row",
 }
 _FORM = {"width": 4096, "room": 256}
+_OF_ENTRIES = {"aligned": True, "width": 4096, "chunk": 128}
 KERNELS = [
     *(("search", {"kind": kind, "aligned": True, **_FORM}) for kind in range(3)),
     ("search", {"kind": 1, "aligned": False, **_FORM}),
-    *(("move", {"kind": kind, "aligned": True, "width": 4096}) for kind in range(3)),
+    *(
+        ("move", {"kind": kind, "masking": kind == 1, "limited": kind == 2, **_OF_ENTRIES})
+        for kind in range(3)
+    ),
     *(
         ("count_digits", {"kind": 1, "shift": s, "digits": d, **_FORM})
         for s, d in ((20, 11), (10, 10))
@@ -341,8 +451,7 @@ KERNELS = [
     *(("decide_digit", {"shift": shift, "is_first": shift == 20}) for shift in (20, 0)),
     ("count_selected", {"kind": 1, **_FORM}),
     ("write_selected", {"kind": 2, **_FORM}),
-    ("settle", {"masking": True, "width": 1024}),
-    ("add_sorted", {"width": 1024}),
+    *(("average", {"limited": limited, **_OF_ENTRIES}) for limited in (False, True)),
     ("stream", {"width": 4096}),
 ]
 
@@ -361,7 +470,7 @@ def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, constants, tmp_p
         code = asm["ptx"]
         assert "fma" not in code
         assert "div.full" not in code
-        assert ("div.rn.f32" in code) is (name == "add_sorted")
+        assert ("div.rn.f32" in code) is (name == "average")
 
 
 def compiled_for_gpus(

@@ -17,6 +17,7 @@ from hvd_compress.agreement import agreement
 from hvd_compress.base import Context
 from hvd_compress.engines.lockstep import World, replies_to
 from hvd_compress.errors import MismatchError, PayloadError
+from hvd_compress.fused.on_device import gathered
 from hvd_compress.integrations import environment
 from hvd_compress.meetings.averaging import whole
 from hvd_compress.methods.rows import as_rows, exchange_rows
@@ -27,6 +28,7 @@ from hvd_compress.systems.base import StepContext
 from hvd_compress.systems.graphs.base import mix, network_of
 from hvd_compress.systems.teachers import exchanges
 from hvd_compress.wire.content import decode_bytes, decode_end_to_end, encode_bytes
+from hvd_compress.wire.header import Header, Kind
 from tests.core.test_rows import merged
 from tests.method_table import ROWS
 
@@ -69,6 +71,12 @@ def of_rows(rank, text):
     )
 
 
+def of_device(rank):
+    message, header = np.zeros(48, np.uint8), Header(Kind.BLOCKS, 0, 0, 7, 5)
+    message[16:] = rank
+    return gathered(message, header, Context(rank=rank, size=SIZE))
+
+
 #: exchanges beside those of methods; errors call their messages by the first word
 EXCHANGES = {
     "plan of the buckets": lambda rank: buckets._order_of_rank_0([2, 0, 1], X),
@@ -78,6 +86,7 @@ EXCHANGES = {
     "parameters of a teacher": lambda rank: of_teachers(rank, exchanges.exchange_checkpoints),
     "loss|parameters of a leader": of_leaders,
     "payload of a graph": of_graphs,
+    "payload of a bucket on a device": of_device,
     "rows as they are": lambda rank: of_rows(rank, "whole"),
     "payload of rows": lambda rank: of_rows(rank, "int8"),
 }

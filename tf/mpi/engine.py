@@ -35,6 +35,7 @@ class MpiGraphEngine:
 
     is_collective = False
     sums_in_rank_order = True
+    reads_device = False
 
     def __init__(
         self, process_set: ProcessSet, predivide: float = 1.0, agreed: tf.Tensor | None = None

@@ -59,7 +59,7 @@ class ProcessGroupEngine(TorchEngine):
         # Whether the result belongs into host memory, the collective, the tensor that its result
         # will be in, and what to wait for.
         with naming_lost_ranks(self.group):
-            is_staged = self.reads_device and not op.tensor.is_cuda
+            is_staged = not self.reads_host and not op.tensor.is_cuda
             return is_staged, *self._started(op._replace(tensor=self._reachable(op.tensor)))
 
     def _wait(self, handle: Any) -> Any:
@@ -93,12 +93,16 @@ class ProcessGroupEngine(TorchEngine):
 
     @property
     def reads_device(self) -> bool:
-        """Whether the library reads a GPU's memory only, as NCCL does."""
-        return bool(dist.get_backend(self.group) == dist.Backend.NCCL)
+        return "cuda:nccl" in dist.get_backend_config(self.group)
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether tensors in host memory are sent from there, which NCCL alone does not do."""
+        return bool(dist.get_backend(self.group) != dist.Backend.NCCL)
 
     def _reachable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor where the library can read it."""
-        if tensor.is_cuda or not self.reads_device:
+        if tensor.is_cuda or self.reads_host:
             return tensor
         if self._device.type == "cuda":  # or this would wait for all that the GPU still has to do
             tensor = tensor.pin_memory()

@@ -15,12 +15,16 @@ BINS = tl.constexpr(2048)
 #: above the magnitudes of all finite numbers
 INFINITY = tl.constexpr(0x7F800000)
 
+#: words (of four bytes) in front of a message, for a header
+HEADER = tl.constexpr(4)
+
 # The table of tensors has elements, selected elements, and the numbers of the first block and the
-# first entry; the table of addresses has those of five arrays.
+# first entry; the table of addresses has those of four arrays.
 _N, _K, _FIRST_BLOCK, _FIRST_ENTRY, _COLUMNS = (tl.constexpr(i) for i in range(5))
-_GRADIENT, _VELOCITY, _RESIDUAL, _NEW_VELOCITY, _NEW_RESIDUAL, _ARRAYS = (
-    tl.constexpr(i) for i in range(6)
-)
+GRADIENT, OUT, RESIDUAL, VELOCITY, _ARRAYS = (tl.constexpr(i) for i in range(5))
+#: the largest magnitude of which a few can be added
+_IN_RANGE = tl.constexpr(float(2.0**104 - 2.0**80))
+_LARGEST_HALF = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -41,18 +45,18 @@ def magnitudes(x):
 def _moved(addresses, t, at, inside, momenta, kind: tl.constexpr, aligned: tl.constexpr):
     """The next velocity and residual of the elements ``at``, before anything is sent.  ``kind`` is
     0 without momentum, 1 with momentum, 2 with Nesterov's."""
-    gradient = tl.load(_pointer(addresses, t, _GRADIENT, aligned) + at, mask=inside)
+    gradient = tl.load(_pointer(addresses, t, GRADIENT, aligned) + at, mask=inside)
     direction = gradient
     velocity = gradient
     if kind != 0:
-        velocity = tl.load(_pointer(addresses, t, _VELOCITY, aligned) + at, mask=inside)
+        velocity = tl.load(_pointer(addresses, t, VELOCITY, aligned) + at, mask=inside)
         if kind == 1:
             velocity = tl.load(momenta + t) * velocity + gradient
             direction = velocity
         else:
             velocity = tl.load(momenta + t) * (velocity + gradient)
             direction = velocity + gradient
-    residual = tl.load(_pointer(addresses, t, _RESIDUAL, aligned) + at, mask=inside)
+    residual = tl.load(_pointer(addresses, t, RESIDUAL, aligned) + at, mask=inside)
     return velocity, direction + residual
 
 
@@ -199,11 +203,12 @@ def _before(ends, counts, block, first_block):
 @triton.jit
 def write_selected(
     addresses, tensors, owners, found, largest, counts, kept, prefixes, missing,
-    above, equal, above_ends, equal_ends, values, places, most,
-    momenta, kind: tl.constexpr, width: tl.constexpr, room: tl.constexpr,
+    above, equal, above_ends, equal_ends, heads, values, places, momenta,
+    tensor_count, kind: tl.constexpr, width: tl.constexpr, room: tl.constexpr,
 ):  # fmt: skip
-    """Write the selected entries of a block, in ascending order, and the tensor's largest
-    magnitude.  Of a tensor that is not finite, NaN is selected at the first places."""
+    """Write the selected entries of a block into the message, in ascending order, the number of the
+    first, and the tensor's largest magnitude.  Of a tensor that is not finite, NaN is selected at
+    the first places."""
     block, t, start = _block(tensors, owners, width)
     suffice, size = _to_search(tensors, found, largest, counts, block, t, start, width, room)
     row = tensors + t * _COLUMNS
@@ -214,9 +219,11 @@ def write_selected(
     ties = tl.load(missing + t)
     magnitude = tl.load(largest + t)
     finite = magnitude < INFINITY
-    tl.store(most + t, magnitude, mask=block == first_block)
+    tl.store(heads + HEADER + t, magnitude, mask=block == first_block)
     larger = _before(above_ends, above, block, first_block)
     equals = _before(equal_ends, equal, block, first_block)
+    before = tl.where(finite, larger + tl.minimum(equals, ties), tl.minimum(start, k))
+    tl.store(heads + HEADER + tensor_count + block, (entry + before).to(tl.int32))
     for first in range(0, size, room):
         lane = first + tl.arange(0, room)
         inside = lane < size
@@ -232,64 +239,126 @@ def write_selected(
         rank = larger + larger_here - is_larger.to(tl.int32) + tl.minimum(equals_before, ties)
         at = start + place
         selected = tl.where(finite, is_larger | (is_equal & (equals_before < ties)), at < k)
-        rank = tl.where(finite, rank, at)
-        tl.store(values + entry + rank, tl.where(finite, x, float("nan")), mask=inside & selected)
-        tl.store(places + entry + rank, at.to(tl.int32), mask=inside & selected)
+        selected = inside & selected
+        rank = entry + tl.where(finite, rank, at)
+        x = tl.where(finite, x, float("nan"))
+        if values.dtype.element_ty == tl.float16:
+            x = tl.where(x > _LARGEST_HALF, _LARGEST_HALF, x)
+            x = tl.where(x < -_LARGEST_HALF, -_LARGEST_HALF, x)
+        tl.store(values + rank, x.to(values.dtype.element_ty), mask=selected)
+        tl.store(places + rank, place.to(tl.int16), mask=selected)
         larger += tl.sum(is_larger.to(tl.int32))
         equals += tl.sum(is_equal.to(tl.int32))
 
 
 @triton.jit
+def _entries(heads, block, tensor_count, blocks, entries):
+    """From and up to which entry of a message those of a block are; of a damaged message, too, as
+    many as there is room for."""
+    at = heads + HEADER + tensor_count + block
+    last = tl.load(at + 1, mask=block + 1 < blocks, other=0)
+    last = tl.where(block + 1 < blocks, last, entries)
+    return tl.maximum(tl.load(at), 0), tl.minimum(last, entries)
+
+
+@triton.jit
+def _entry(values, places, i, inside, width: tl.constexpr):
+    """Place within their block, and value, of the entries ``i``."""
+    place = tl.load(places + i, mask=inside, other=0).to(tl.int32) & (width - 1)
+    return place, tl.load(values + i, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _in_range(pointer, inside):
+    """Keep states of a step that is not finite, within what can be added."""
+    x = tl.load(pointer, mask=inside)
+    x = tl.where(x > _IN_RANGE, _IN_RANGE, x)
+    tl.store(pointer, tl.where(x < -_IN_RANGE, -_IN_RANGE, x), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tensor_count", "blocks", "entries", "ranks", "row"])
 def move(
-    addresses, tensors, owners, momenta, fine,
-    kind: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr,
+    addresses, tensors, owners, momenta, everything, overflows, heads, values, places,
+    tensor_count, blocks, entries, ranks, row, kind: tl.constexpr, aligned: tl.constexpr,
+    masking: tl.constexpr, limited: tl.constexpr, width: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """Write the next velocities and residuals of a block, if its tensor is ``fine``."""
-    _, t, start = _block(tensors, owners, width)
+    """Write the next velocities and residuals of a block, without what was sent, if all ranks'
+    elements of its tensor are finite, and what they add up to has room.
+
+    ``everything`` are the messages of all ranks, of ``row`` words each; ``heads``, ``values`` and
+    ``places`` are in this rank's own."""
+    block, t, start = _block(tensors, owners, width)
     at = start + tl.arange(0, width)
-    inside = (at < tl.load(tensors + t * _COLUMNS + _N)) & (tl.load(fine + t) != 0)
-    velocity, residual = _moved(addresses, t, at, inside, momenta, kind, aligned)
-    if kind != 0:
-        tl.store(_pointer(addresses, t, _NEW_VELOCITY, aligned) + at, velocity, mask=inside)
-    tl.store(_pointer(addresses, t, _NEW_RESIDUAL, aligned) + at, residual, mask=inside)
+    inside = at < tl.load(tensors + t * _COLUMNS + _N)
+    residual_to = _pointer(addresses, t, RESIDUAL, aligned)
+    velocity_to = _pointer(addresses, t, VELOCITY, aligned)
+    magnitude = 0
+    theirs = everything + HEADER + t
+    for _ in range(ranks):
+        magnitude = tl.maximum(magnitude, tl.load(theirs))
+        theirs += row
+    fine = magnitude < INFINITY
+    if limited:
+        fine = fine & (tl.load(overflows + t) == 0)
+    if fine:
+        velocity, residual = _moved(addresses, t, at, inside, momenta, kind, aligned)
+        if kind != 0:
+            tl.store(velocity_to + at, velocity, mask=inside)
+        tl.store(residual_to + at, residual, mask=inside)
+        tl.debug_barrier()  # other threads have written what is read here
+        begin, end = _entries(heads, block, tensor_count, blocks, entries)
+        for first in range(begin, end, chunk):
+            i = first + tl.arange(0, chunk)
+            place, sent = _entry(values, places, i, i < end, width)
+            to = residual_to + start + place
+            tl.store(to, tl.load(to, mask=i < end) - sent, mask=i < end)
+            if masking:
+                tl.store(velocity_to + start + place, 0.0, mask=i < end)
+    else:
+        _in_range(residual_to + at, inside)
+        if kind != 0:
+            _in_range(velocity_to + at, inside)
 
 
-@triton.jit(do_not_specialize=["entries"])
-def settle(
-    addresses, owners, places, remaining, entries, fine,
-    masking: tl.constexpr, width: tl.constexpr,
+@triton.jit(do_not_specialize=["tensor_count", "blocks", "entries", "ranks", "row", "values_at",
+                               "values_row", "places_at", "places_row", "size"])  # fmt: skip
+def average(
+    addresses, tensors, owners, everything, values, places, limits, overflows,
+    tensor_count, blocks, entries, ranks, row, values_at, values_row, places_at, places_row, size,
+    aligned: tl.constexpr, limited: tl.constexpr, width: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """Write what remains of the selected entries, and with ``masking`` clear their velocities."""
-    i = tl.program_id(0) * width + tl.arange(0, width)
-    inside = i < entries
-    t = tl.load(owners + i, mask=inside, other=0)
-    inside = inside & (tl.load(fine + t) != 0)
-    row = addresses + t * _ARRAYS
-    place = tl.load(places + i, mask=inside, other=0)
-    residual = tl.load(row + _NEW_RESIDUAL).to(tl.pointer_type(tl.float32))
-    tl.store(residual + place, tl.load(remaining + i, mask=inside), mask=inside)
-    if masking:
-        velocity = tl.load(row + _NEW_VELOCITY).to(tl.pointer_type(tl.float32))
-        tl.store(velocity + place, 0.0, mask=inside)
+    """Write the mean of a block of elements: what each rank has sent of it is added in the order of
+    the ranks.  With ``limited`` a tensor is noted whose mean reaches its limit.
 
-
-@triton.jit(do_not_specialize=["entries", "vectors"])
-def add_sorted(addresses, order, values, entries, vectors, size, width: tl.constexpr):
-    """Add up the values whose addresses are equal, in their order, divide by ``size``, and write
-    the result to the address.  ``order`` says which value belongs to each of the sorted
-    ``addresses``, of which at most ``vectors`` are equal."""
-    i = tl.program_id(0) * width + tl.arange(0, width)
-    inside = i < entries
-    address = tl.load(addresses + i, mask=inside, other=0)
-    is_first = inside & (address != tl.load(addresses + i - 1, mask=inside & (i > 0), other=0))
-    total = tl.zeros((width,), tl.float32)
-    for j in range(0, vectors):
-        other = tl.load(addresses + i + j, mask=is_first & (i + j < entries), other=0)
-        same = is_first & (other == address)
-        value = tl.load(values + tl.load(order + i + j, mask=same, other=0), mask=same, other=0.0)
-        total = tl.where(same, total + value, total)
-    mean = tl.div_rn(total, tl.full((width,), size, tl.float32))
-    tl.store(address.to(tl.pointer_type(tl.float32)), mean, mask=is_first)
+    ``everything``, ``values`` and ``places`` are the messages of all ranks as words and as numbers
+    of these types: where the first rank's begin, and how far it is to the next rank's."""
+    block, t, start = _block(tensors, owners, width)
+    n = tl.load(tensors + t * _COLUMNS + _N)
+    at = start + tl.arange(0, width)
+    inside = at < n
+    out = _pointer(addresses, t, OUT, aligned)
+    tl.store(out + at, tl.zeros((width,), tl.float32), mask=inside)
+    heads = everything
+    values += values_at
+    places += places_at
+    for _ in range(ranks):
+        tl.debug_barrier()  # other threads have written what is read here
+        begin, end = _entries(heads, block, tensor_count, blocks, entries)
+        for first in range(begin, end, chunk):
+            i = first + tl.arange(0, chunk)
+            place, value = _entry(values, places, i, i < end, width)
+            taken = (i < end) & (start + place < n)
+            to = out + start + place
+            tl.store(to, tl.load(to, mask=taken) + value, mask=taken)
+        heads += row
+        values += values_row
+        places += places_row
+    tl.debug_barrier()
+    mean = tl.div_rn(tl.load(out + at, mask=inside, other=0.0), tl.full((width,), size, tl.float32))
+    tl.store(out + at, mean, mask=inside)
+    if limited:
+        reaches = tl.max((tl.abs(mean) >= tl.load(limits + t)).to(tl.int32))
+        tl.atomic_max(overflows + t, reaches, sem="relaxed")
 
 
 @triton.jit
@@ -298,9 +367,9 @@ def stream(addresses, tensors, owners, width: tl.constexpr):
     _, t, start = _block(tensors, owners, width)
     at = start + tl.arange(0, width)
     inside = at < tl.load(tensors + t * _COLUMNS + _N)
-    gradient = tl.load(_pointer(addresses, t, _GRADIENT, True) + at, mask=inside)
-    velocity = _pointer(addresses, t, _VELOCITY, True) + at
-    residual = _pointer(addresses, t, _RESIDUAL, True) + at
+    gradient = tl.load(_pointer(addresses, t, GRADIENT, True) + at, mask=inside)
+    velocity = _pointer(addresses, t, VELOCITY, True) + at
+    residual = _pointer(addresses, t, RESIDUAL, True) + at
     new_velocity = 0.5 * tl.load(velocity, mask=inside) + gradient
     tl.store(velocity, new_velocity, mask=inside)
     tl.store(residual, tl.load(residual, mask=inside) + new_velocity, mask=inside)

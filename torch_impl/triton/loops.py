@@ -1,236 +1,268 @@
 """The loops of :mod:`hvd_compress.kernels` for tensors in a GPU's memory, in Triton, with the same
 bits.
 
-Every kernel runs over all tensors of a bucket, whose addresses are in a table.  One pass notes
-candidates: the elements whose magnitude is at least one that was predicted.
-Then the k-th largest magnitude of each tensor is found digit by digit (radix selection) among its
-candidates; or among all elements, if there are fewer than k candidates, or in a block more than it
-has room for.  So a prediction changes the time and never the choice.
+Every kernel runs over all tensors of a bucket, whose addresses are in a table that is uploaded when
+they change.  One pass notes candidates: the elements whose magnitude is at least one that was
+predicted.  Then the k-th largest magnitude of each tensor is found digit by digit (radix selection)
+among its candidates; or among all elements, if there are fewer than k candidates, or in a block
+more than it has room for.  So a prediction changes the time and never the choice.
 
-The host waits once, for the selected entries of the whole bucket.
+The message is written where it is sent from, and is read where it arrives: the host waits for
+nothing.  Tensors are divided into blocks, and a block of the results has a program, which adds the
+ranks' entries of that block in the order of the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-import triton
 
-from hvd_compress.kernels import Column, Selected, Steps
+from hvd_compress.kernels import Column
 from hvd_compress.kernels.arrays import Momentum, momenta_of
+from hvd_compress.wire.header import Header, Kind, length_tag
 
 from ..backend import from_numpy
 from . import kernels, low_rank
 from .codecs import Codes, placed
 
-__all__ = ["KEEPS", "Codes", "Selection", "add_up", "low_rank", "placed", "stream"]
-
-#: new states are written in a second pass
-KEEPS = False
+__all__ = ["Codes", "TopKStep", "low_rank", "placed", "stream"]
 
 #: elements of a block, and candidates that it has room for
 WIDTH, ROOM = 4096, 256
-#: entries that a program takes
-_ENTRIES = 1024
+#: entries that a program takes at a time
+_CHUNK = 128
 #: the digits of a magnitude, from the first to the last: lower bits, and its own
 _DIGITS = ((20, 11), (10, 10), (0, 10))
 #: products and sums are not contracted, since the bits must be those of NumPy
 _EXACT = {"enable_fp_fusion": False}
+#: the smallest magnitudes that are infinite when they are rounded to a dtype
+_LIMITS = {"float32": np.inf, "float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119}
 
 
-class Selection:
-    """See :class:`hvd_compress.kernels.Selection`; all arrays are tensors on one GPU.
+class Message:
+    """The layout of a message: a header, the tensors' largest magnitudes, the number of the first
+    entry of each block (both int32), values, and the entries' places within their blocks (int16).
+
+    Attributes:
+        header: of all messages with this layout.
+        nbytes: of a message.
+        values, places: the bytes of these.
+    """
+
+    def __init__(self, n: int, tensors: int, blocks: int, entries: int, values: str) -> None:
+        self.values_dtype = getattr(torch, values)
+        self.heads = slice(0, 4 * (kernels.HEADER.value + tensors + blocks))
+        self.values = slice(_padded(self.heads.stop, 16), 0)
+        stop = self.values.start + entries * self.values_dtype.itemsize
+        self.values = slice(self.values.start, stop)
+        start = _padded(stop, 16)
+        self.places = slice(start, start + 2 * entries)
+        self.nbytes = _padded(self.places.stop, 16)
+        is_half = values == "float16"
+        self.header = Header(Kind.BLOCKS, int(is_half), 0, length_tag(n), entries % 2**32)
+
+
+class TopKStep:
+    """The steps of a bucket: the largest elements of each tensor are sent, and what is sent is
+    averaged.  What is computed is that of :class:`hvd_compress.kernels.reference.Selection`.
+
+    Columns are those of gradients, results, residuals and, with momentum, velocities; all arrays
+    are tensors on the GPU of ``like``, and states are written in place.
 
     Args:
-        sizes, counts: as there; sizes are below 2**31.
+        sizes: the elements of each tensor, below 2**31.
+        counts: how many are sent.
+        values: "float32" or "float16", which values are sent as.
         width, room: elements of a block, and candidates that it has room for; powers of two.
+
+    Attributes:
+        layout: of the messages.
+        message: the memory of this rank's.
     """
 
     def __init__(
-        self, sizes: Sequence[int], counts: Sequence[int], width: int = WIDTH, room: int = ROOM
+        self,
+        sizes: Sequence[int],
+        counts: Sequence[int],
+        values: str,
+        like: torch.Tensor,
+        width: int = WIDTH,
+        room: int = ROOM,
     ) -> None:
         blocks = [-(-n // width) for n in sizes]
         rows = zip(sizes, counts, _starts(blocks), _starts(counts), strict=True)
-        numbers = np.arange(len(sizes))
-        self._tensors = np.array([*rows], np.int64)
-        self._blocks, self._entries = np.repeat(numbers, blocks), np.repeat(numbers, counts)
-        #: what is added to a place within a tensor, by entry
-        self._shifts = np.repeat(_starts(sizes), counts)
-        self._width, self._room = width, room
-        self._memory: _Memory | None = None
-        #: momenta, their kind, and whether all addresses are multiples of 16: of the last step
-        self._move: Any = None
+        self._device, self._width, self._room = like.device, width, room
+        self._grid, self._entries, self._count = (sum(blocks),), sum(counts), len(sizes)
+        self._tensors = self._table(np.array([*rows], np.int64))
+        self._owners = self._table(np.repeat(np.arange(len(sizes)), blocks))
+        self.layout = Message(sum(sizes), len(sizes), *self._grid, self._entries, values)
+        self.message = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=like.device)
+        self._own = self._views(self.message)
+        self._memory = _Memory(len(sizes), *self._grid, room, like)
+        #: of the last step: addresses, and whether all are multiples of 16; momenta, and their kind
+        self._places = np.empty(0, np.int64)
+        self._addresses, self._is_aligned = self._tensors, False
+        self._known_momenta, self._momenta, self._kind = np.empty(0), like, 0
 
-    def select(self, steps: Steps, momentum: Momentum = None, nesterov: bool = False) -> Selected:
-        like = steps.gradients.arrays[0]
-        if self._memory is None or self._memory.device != like.device:
-            self._memory = _Memory(self._tensors, self._blocks, self._entries, self._room, like)
-        memory = self._memory
-        table = _table(steps)
-        memory.addresses = from_numpy(table, like)
-        kind = 0 if momentum is None else 2 if nesterov else 1
-        momenta = from_numpy(momenta_of(momentum, len(table)), like)
-        self._move = momenta, kind, not (table % 16).any()
-        with torch.cuda.device_of(like):
-            self._select(memory, *self._move)
-        memory.on_host.copy_(memory.selected)  # the only thing that the host waits for
-        values, places, most = memory.parts(memory.on_host)
-        return Selected(
-            places.numpy() + self._shifts,
-            values.numpy().copy(),
-            most.numpy() < kernels.INFINITY.value,
-        )
+    def encode(
+        self, columns: Sequence[Column], momentum: Momentum = None, nesterov: bool = False
+    ) -> torch.Tensor:
+        """Write the message of the elements that are selected, and return it."""
+        momenta = momenta_of(momentum, self._count)
+        if not np.array_equal(momenta, self._known_momenta):
+            self._known_momenta, self._momenta = momenta, from_numpy(momenta, self.message)
+        self._kind = 0 if momentum is None else 2 if nesterov else 1
+        with torch.cuda.device_of(self.message):
+            self._find(columns)
+        return self.message
 
-    def _select(self, memory: _Memory, momenta: torch.Tensor, kind: int, aligned: bool) -> None:
-        blocks, tensors = (self._blocks.size,), (len(self._tensors),)
-        form = {"width": self._width, "room": self._room}
-        tables = memory.addresses, memory.tensors, memory.blocks
+    def _find(self, columns: Sequence[Column]) -> None:
+        memory, momenta, heads = self._memory, self._momenta, self._own[0]
+        form = {"kind": self._kind, "width": self._width, "room": self._room}
+        tables = self._tables(columns)
         candidates = memory.found, memory.largest, memory.counts, memory.kept
         memory.counters.zero_()
-        kernels.search[blocks](
+        kernels.search[self._grid](
             *(*tables, memory.thresholds, *candidates, momenta),
             **form,
-            kind=kind,
-            aligned=aligned,
+            aligned=self._is_aligned,
             num_warps=8,
             **_EXACT,
         )
         for histograms, (shift, digits) in zip(memory.histograms, _DIGITS, strict=True):
-            kernels.count_digits[blocks](
+            kernels.count_digits[self._grid](
                 *(*tables, *candidates, memory.prefixes, histograms, momenta),
                 **form,
-                kind=kind,
                 shift=shift,
                 digits=digits,
                 num_warps=2,
                 **_EXACT,
             )
-            kernels.decide_digit[tensors](
-                *(memory.tensors, memory.largest, memory.thresholds),
+            kernels.decide_digit[(self._count,)](
+                *(self._tensors, memory.largest, memory.thresholds),
                 *(memory.prefixes, memory.missing, histograms),
                 shift=shift,
                 is_first=shift == _DIGITS[0][0],
             )
-        kernels.count_selected[blocks](
+        kernels.count_selected[self._grid](
             *(*tables, *candidates, memory.prefixes, *memory.hits, momenta),
             **form,
-            kind=kind,
             num_warps=2,
             **_EXACT,
         )
-        kernels.write_selected[blocks](
+        kernels.write_selected[self._grid](
             *(*tables, *candidates, memory.prefixes, memory.missing),
-            *(*memory.hits, *memory.hits.cumsum(1), *memory.parts(memory.selected), momenta),
+            *(*memory.hits, *memory.hits.cumsum(1), heads, *self._own[1:], momenta, self._count),
             **form,
-            kind=kind,
             num_warps=2,
             **_EXACT,
         )
 
     def settle(
         self,
-        steps: Steps,
-        indices: np.ndarray,
-        remaining: np.ndarray,
-        masking: bool,
-        finite: np.ndarray,
+        columns: Sequence[Column],
+        messages: torch.Tensor,
+        size: int,
+        masking: bool = False,
+        dtypes: Sequence[str] | None = None,
     ) -> None:
-        """As there, with the indices of the last ``select``, which are on the GPU still."""
-        memory, like = self._memory, steps.gradients.arrays[0]
-        assert memory is not None
-        momenta, kind, _ = self._move
-        table = _table(steps)
-        memory.addresses = from_numpy(table, like)
-        fine = from_numpy(finite.astype(np.int64), like)
-        _, places, _ = memory.parts(memory.selected)
-        with torch.cuda.device_of(like):
-            kernels.move[(self._blocks.size,)](
-                *(memory.addresses, memory.tensors, memory.blocks, momenta, fine),
-                kind=kind,
-                aligned=not (table % 16).any(),
-                width=self._width,
-                num_warps=8,
+        """Write results and states.
+
+        Args:
+            messages: of all ranks, end to end.
+            size: what sums are divided by.
+            masking: velocities of elements that were sent are zero.
+            dtypes: of the gradients; where results have no room in them, states stay.  ``None``:
+                all have room, and results may be written where gradients are.
+        """
+        words, values, places = self._views(messages, everything=True)
+        row, memory = self.layout.nbytes, self._memory
+        ranks = len(messages) // row
+        limits, is_limited = memory.limits(dtypes or ["float32"]), dtypes is not None
+        counts = self._count, *self._grid, self._entries, ranks, row // 4
+        form = {"limited": is_limited, "width": self._width, "chunk": _CHUNK, "num_warps": 4}
+        if is_limited:
+            memory.overflows.zero_()
+
+        def average() -> None:
+            kernels.average[self._grid](
+                *(*tables, words, values, places, limits, memory.overflows, *counts),
+                *(self.layout.values.start // values.itemsize, row // values.itemsize),
+                *(self.layout.places.start // 2, row // 2, float(size)),
+                aligned=self._is_aligned,
+                **form,
                 **_EXACT,
             )
-            kernels.settle[(triton.cdiv(remaining.size, _ENTRIES),)](
-                *(memory.addresses, memory.entries, places, from_numpy(remaining, places)),
-                *(remaining.size, fine),
+
+        with torch.cuda.device_of(messages):
+            tables = self._tables(columns)
+            if is_limited:
+                average()
+            kernels.move[self._grid](
+                *(*tables, self._momenta, words, memory.overflows, *self._own, *counts),
+                kind=self._kind,
+                aligned=self._is_aligned,
                 masking=masking,
-                width=_ENTRIES,
+                **form,
+                **_EXACT,
             )
+            if not is_limited:
+                average()
+
+    def _views(self, message: torch.Tensor, everything: bool = False) -> list[torch.Tensor]:
+        """Return heads, values and places of a message; of several, all bytes as these."""
+        own, whole = self.layout, slice(None)
+        parts = [whole] * 3 if everything else [own.heads, own.values, own.places]
+        dtypes = torch.int32, own.values_dtype, torch.int16
+        return [message[part].view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+
+    def _tables(self, columns: Sequence[Column]) -> tuple[torch.Tensor, ...]:
+        """Return the addresses of all arrays, the tensors, and the tensor of each block."""
+        x, out, *states = (column.addresses for column in columns)
+        states += [x] * (2 - len(states))
+        places = np.stack([x, out, *states], 1)
+        if not np.array_equal(places, self._places):
+            self._places, self._addresses = places, from_numpy(places, self.message)
+            self._is_aligned = not (places % 16).any()
+        return self._addresses, self._tensors, self._owners
+
+    def _table(self, rows: np.ndarray) -> torch.Tensor:
+        # At once: whoever finds it later may be in another stream.
+        return torch.from_numpy(rows).to(self._device)
 
 
 class _Memory:
     """The arrays that a selection keeps on the GPU of ``like``."""
 
-    def __init__(
-        self,
-        tensors: np.ndarray,
-        blocks: np.ndarray,
-        entries: np.ndarray,
-        room: int,
-        like: torch.Tensor,
-    ) -> None:
+    def __init__(self, count: int, blocks: int, room: int, like: torch.Tensor) -> None:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=like.device)
 
         # Every part starts at a multiple of 16 bytes, or kernels would be compiled anew.
-        count, levels = len(tensors), len(_DIGITS)
-        rows, columns = _padded(count), _padded(blocks.size)
-        self.device = like.device
-        self.tensors = from_numpy(tensors, like)
-        self.blocks, self.entries = from_numpy(blocks, like), from_numpy(entries, like)
-        self.addresses = self.tensors  # until there are any
+        rows, columns, levels = _padded(count, 4), _padded(blocks, 4), len(_DIGITS)
         #: of the magnitudes of candidates; none at first
         self.thresholds = empty(count).fill_(2**31 - 1)
         #: what is zero at the start of a step
         self.counters = empty(rows * (2 + levels * kernels.BINS.value))
         self.found, self.largest, histograms = self.counters.tensor_split([rows, 2 * rows])
         self.histograms = histograms.view(levels, -1)
-        self.counts, self.kept = empty(blocks.size), empty(blocks.size * room)
+        self.counts, self.kept = empty(blocks), empty(blocks * room)
         #: magnitudes above the k-th largest and equal to it, by block
         self.hits = empty(2, columns)
         self.prefixes, self.missing = empty(count), empty(count)
-        self.selected = empty(2 * _padded(entries.size) + count)
-        self.on_host = torch.empty_like(self.selected, device="cpu", pin_memory=like.is_cuda)
+        #: whose means have no room in their dtypes, and from where on they have not
+        self.overflows = empty(count)
+        self._dtypes: Sequence[str] = []
+        self._limits = self.thresholds.view(torch.float32)
 
-    def parts(self, selected: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the values and places of the selected entries, and the tensors' largest
-        magnitudes."""
-        k = self.entries.numel()
-        start, end = _padded(k), 2 * _padded(k)
-        return selected[:k].view(torch.float32), selected[start : start + k], selected[end:]
-
-
-def add_up(
-    out: Column,
-    indices: Sequence[np.ndarray],
-    values: Sequence[np.ndarray],
-    size: int,
-) -> None:
-    """See :func:`hvd_compress.kernels.add_up`; ``out`` is on one GPU, and the host waits for
-    nothing."""
-    bounds, addresses, like = np.cumsum([0, *out.sizes]), out.addresses, out.arrays[0]
-    places = []
-    for own in indices:
-        if own.size and (own[0] < 0 or own[-1] >= bounds[-1] or (own[1:] <= own[:-1]).any()):
-            raise ValueError("indices must be ascending and in range")
-        tensors = np.repeat(np.arange(len(out.sizes)), np.diff(np.searchsorted(own, bounds)))
-        places.append(addresses[tensors] + 4 * (own - bounds[tensors]))
-    torch._foreach_zero_(list(out.arrays))
-    if entries := sum(own.size for own in places):
-        everything = from_numpy(np.concatenate(values), like)
-        # A stable sort leaves those of one address in the order of the ranks.
-        ascending, order = from_numpy(np.concatenate(places), like).sort(stable=True)
-        with torch.cuda.device_of(like):
-            kernels.add_sorted[(triton.cdiv(entries, _ENTRIES),)](
-                *(ascending, order, everything, entries, len(values), float(size)),
-                width=_ENTRIES,
-                **_EXACT,
-            )
+    def limits(self, dtypes: Sequence[str]) -> torch.Tensor:
+        """Return the smallest magnitudes that are infinite in each of these."""
+        if dtypes != self._dtypes:
+            found = np.array([_LIMITS[dtype] for dtype in dtypes], np.float32)
+            self._dtypes, self._limits = [*dtypes], from_numpy(found, self.thresholds)
+        return self._limits
 
 
 def stream(arrays: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
@@ -240,21 +272,17 @@ def stream(arrays: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) ->
     tensors = [
         (row[0].numel(), 0, first, 0) for row, first in zip(arrays, _starts(blocks), strict=True)
     ]
-    steps = Steps.of((g, v, v, u, u) for g, u, v in arrays)
-    tables = (_table(steps), np.array(tensors), np.repeat(np.arange(len(arrays)), blocks))
+    g, u, v = (Column(own).addresses for own in zip(*arrays, strict=True))
+    owners = np.repeat(np.arange(len(arrays)), blocks)
+    tables = (np.stack([g, g, v, u], 1), np.array(tensors), owners)
     with torch.cuda.device_of(like):
         kernels.stream[(sum(blocks),)](
             *(from_numpy(table, like) for table in tables), width=WIDTH, num_warps=8
         )
 
 
-def _table(steps: Steps) -> np.ndarray:
-    """Return the addresses of all arrays but those where old states are kept."""
-    return np.ascontiguousarray(steps.tables()[0][:, :5])
-
-
-def _padded(n: int) -> int:
-    return n + -n % 4
+def _padded(n: int, unit: int) -> int:
+    return n + -n % unit
 
 
 def _starts(sizes: Sequence[int]) -> np.ndarray:
