@@ -28,6 +28,7 @@ PARTS = {
     "steps_hook_busy": (100, f"{HOOK} --busy 0.25 --json FOLDER/steps_hook_busy.json"),
     "laws_kernels": (150, f"{PYTEST} tests/torch_impl/triton_laws.py"),
     "laws_codecs": (150, f"{PYTEST} tests/torch_impl/triton_codec_laws.py"),
+    "laws_step": (90, f"{PYTEST} tests/torch_impl/triton_step_laws.py"),
     "laws_low_rank": (90, f"{PYTEST} tests/torch_impl/triton_low_rank_laws.py"),
     "scenarios_hook": (60, f"{TORCHRUN} tests/ddp_worker.py FOLDER/hook"),
     "steps_mpi": (90, f"{MPI} benchmarks/gpu_steps.py --rounds 9 --json FOLDER/steps_mpi.json"),

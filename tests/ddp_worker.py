@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress.advisor import auto
 from hvd_compress.engines.lockstep import World
-from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from hvd_compress.reduce.reducer import Reducer
 from hvd_compress.torch import (
     BF16,
@@ -34,6 +34,7 @@ from hvd_compress.torch import (
     TopK,
     ddp_hook,
 )
+from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
 from hvd_compress.torch.state.rank_states import own as own_states
 from tests.devices import DEVICE, start_process_group
 from tests.ring_method import Ring
@@ -621,6 +622,19 @@ def a_discarded_pass_leaves_no_trace() -> None:
         _assert_equal(model, twin)
         torch.testing.assert_close(_states(state), _states(its_state), rtol=0, atol=0)
         assert state.reducer.step == its_state.reducer.step == 4
+
+
+@_of_several
+def over_nccl_ranks_that_differ_learn_it_a_step_later() -> None:
+    """Where messages stay on a GPU the host does not wait for the comparison of the same step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupEngine, "reads_device", True)
+        model, state = _distributed("topk:density=0.5")
+        _train(model, range(3))
+        state.reducer.step += dist.get_rank()
+        _train(model, range(3, 4))
+        with pytest.raises(MismatchError, match=r"step\n    rank 0: 3\n    rank 1: 4"):
+            _train(model, range(4, 5))
 
 
 def mistakes_are_errors() -> None:

@@ -318,6 +318,24 @@ def _to_host(tensors: Sequence[Array]) -> list[np.ndarray]:
     return [x.numpy() for x in copies]
 
 
+class Arriving:
+    """A tensor that is copied to host memory, while nobody waits for it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._copy, self._is_there = x, None
+        if x.is_cuda:
+            self._copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._copy.copy_(x, non_blocking=True)
+            self._is_there = torch.cuda.Event()
+            self._is_there.record(torch.cuda.current_stream(x.device))
+
+    def arrived(self) -> torch.Tensor:
+        """Wait for it, and return it."""
+        if self._is_there is not None:
+            self._is_there.synchronize()
+        return self._copy
+
+
 def address(x: Array) -> int | None:
     return x.data_ptr() if x.device.type in ("cpu", "cuda") and x.is_contiguous() else None
 

@@ -52,7 +52,7 @@ class Op(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class _InFlight:
+class InFlight:
     """An exchange as a generator of collectives, with the ``handle`` of the collective in flight,
     or the ``result``."""
 
@@ -75,9 +75,9 @@ class NamedEngine(Comparing, abc.ABC):
     prefix: str = "hvd_compress"
 
     def __init__(self) -> None:
-        self._agreement: _InFlight | None = None
+        self._agreement: InFlight | None = None
         self._agreed_once = False
-        self._in_flight: dict[str, _InFlight] = {}
+        self._in_flight: dict[str, InFlight] = {}
 
     @property
     @abc.abstractmethod
@@ -107,7 +107,7 @@ class NamedEngine(Comparing, abc.ABC):
         """
         self._agreement = self._submit("agreement", agreement(terms, like))
         if not self._agreed_once:
-            self._bring_in_agreement()
+            self._bring_in_agreement(at_once=True)
             self._agreed_once = True
 
     def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
@@ -115,7 +115,7 @@ class NamedEngine(Comparing, abc.ABC):
         would submit what others never will.  Later names pair what belongs together."""
         if planned or self.size == 1:
             return
-        self._bring_in_agreement()
+        self._bring_in_agreement(at_once=True)
         terms = {"exchange of": describe()}
         try:
             self._bring_in([self._submit("tensors", agreement(terms, like))])
@@ -144,24 +144,26 @@ class NamedEngine(Comparing, abc.ABC):
         for each in left.values():
             each.ops.close()
 
-    def _bring_in_agreement(self) -> None:
+    def _bring_in_agreement(self, at_once: bool = False) -> None:
+        """Wait for the comparison of the ranks; unless it has to be ``at_once``, a subclass may do
+        so in the next step."""
         comparison, self._agreement = self._agreement, None
         if comparison is not None:
             self._bring_in([comparison])
             self._note(comparison.result)
 
-    def _bring_in(self, exchanges: Sequence[_InFlight]) -> None:
+    def _bring_in(self, exchanges: Sequence[InFlight]) -> None:
         while not all(each.is_over for each in exchanges):
             for each in exchanges:
                 if not each.is_over:
                     self._advance(each, self._wait(each.handle))
 
-    def _submit(self, name: str, exchange: Generator[Any, Any, Any]) -> _InFlight:
-        each = _InFlight(self._ops(f"{self.prefix}.{name}", exchange))
+    def _submit(self, name: str, exchange: Generator[Any, Any, Any]) -> InFlight:
+        each = InFlight(self._ops(f"{self.prefix}.{name}", exchange))
         self._advance(each, None)
         return each
 
-    def _advance(self, each: _InFlight, reply: Any) -> None:
+    def _advance(self, each: InFlight, reply: Any) -> None:
         if self.keeps_replies and reply is not None:
             each.replies.append(reply)
         try:

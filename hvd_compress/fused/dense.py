@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Generator, Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from hvd_compress.backends import HostFunction, backend_of, numpy
 from hvd_compress.base import Array, Averages, Context, Place, Plan, Spec, State, Tensors
 from hvd_compress.chain import Transform, in_range
+from hvd_compress.fused.in_place import Arrays, InPlacePlan, is_on_host
+from hvd_compress.kernels import loops_of
 from hvd_compress.requests import Request, Sum
 from hvd_compress.transforms.momentum import heavy_ball
 
@@ -26,6 +28,10 @@ class FusedSum:
         nesterov: the flag in use.
         wire, algorithm: of the sum.
     """
+
+    #: see :class:`hvd_compress.fused.in_place.InPlaceForm`
+    sends_all: ClassVar[bool] = True
+    additive: ClassVar[bool] = True
 
     before: tuple[Transform, ...]
     momentum: Any
@@ -44,9 +50,37 @@ class FusedSum:
             x, _ = transform.update(x, {}, context)
         return Place(self, size, (xp.__name__, dtype, getattr(gradient, "device", None)), x)
 
-    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> SumPlan:
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> Plan:
         """See :class:`hvd_compress.base.Form`."""
-        return SumPlan(self, specs, key, step)
+        x = specs[0].x
+        on_device = not is_on_host(x) and backend_of(x).dtype(x) == "float32"
+        plan = SumOnDevice if on_device and loops_of(x) is not None else SumPlan
+        return plan(self, specs, key, step)
+
+    def momenta_of(self, momenta: Sequence[float]) -> Sequence[float]:
+        """Return the momentum of each tensor, given the optimizer's."""
+        own = self.momentum.momentum
+        return momenta if own is None else [own] * len(momenta)
+
+
+class SumOnDevice(InPlacePlan):
+    """Sums of tensors on a device, of which the host need not know whether they are finite."""
+
+    form: FusedSum
+
+    def __init__(self, form: FusedSum, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+        super().__init__(form, specs, key, step)
+        self.keys = () if form.momentum is None else ("velocity",)
+        self._step = loops_of(specs[0].x).SumStep(self.sizes, specs[0].x)
+
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, Sequence[bool]]:
+        form, columns = self.form, arrays.columns
+        own = self._step.joined(columns)
+        total = yield Sum(own, form.wire, form.algorithm, owned=True)
+        momenta = None if form.momentum is None else form.momenta_of(arrays.momenta)
+        self._step.settle(columns, total, self.size, momenta, form.nesterov)
+        # Where that is not so, states are those of before already.
+        return [True] * len(self.sizes)
 
 
 class SumPlan(Plan):
@@ -111,8 +145,7 @@ class SumPlan(Plan):
         sizes, nesterov = self._sizes, self.form.nesterov
 
         def settled() -> tuple[Array, Array]:
-            own = self.form.momentum.momentum
-            of_each = momenta if own is None else [own]
+            of_each = self.form.momenta_of(momenta)
             if len({*of_each}) == 1:
                 direction, velocity = heavy_ball(mean, old, of_each[0], nesterov)
             else:

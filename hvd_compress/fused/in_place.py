@@ -123,9 +123,7 @@ class InPlacePlan(Plan):
     #: new states take the place of the old ones, also where others may look at these
     writes_states: ClassVar[bool] = True
 
-    def __init__(
-        self, form: InPlaceForm, specs: Sequence[Spec], key: Hashable, step: Context
-    ) -> None:
+    def __init__(self, form: Any, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
         super().__init__(form, specs, key, step)
         self.sizes = [backend_of(spec.x).size(spec.x) for spec in specs]
         self.counts = self.sizes if form.sends_all else self.weights

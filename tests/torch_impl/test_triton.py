@@ -10,7 +10,8 @@ import torch
 from hvd_compress.torch import backend
 from tests import jobs
 
-LAWS = ["triton_laws.py", "triton_codec_laws.py", "triton_low_rank_laws.py"]
+KERNELS = ["triton_laws.py", "triton_codec_laws.py", "triton_low_rank_laws.py"]
+LAWS = [*KERNELS, "triton_step_laws.py"]
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -45,7 +46,7 @@ def test_in_the_interpreter(file, all_examples):
 
 
 def test_in_the_compiler(all_examples):
-    run(LAWS, "compile", "0", *all_examples)
+    run(KERNELS, "compile", "0", *all_examples)
 
 
 def test_on_a_gpu():

@@ -20,10 +20,11 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvd_compress import DGC, Outcome, TopK
+from hvd_compress import DGC, NoCompression, Outcome, TopK
 from hvd_compress.chain import in_range
 from hvd_compress.kernels import Column, Steps, reference
 from hvd_compress.torch import backend
+from hvd_compress.transforms.momentum import heavy_ball
 from tests.kernels.buckets import Ranks, assert_equal, one_by_one
 from tests.kernels.test_kernels import drawn, unaligned
 
@@ -267,11 +268,48 @@ def test_means_without_room_in_their_dtype_leave_states_as_they_are(loops, dtype
     assert [x.tolist() for x in out] == [[limit, 0, 0], [float(below), 0, 0], [limit, 0, 0]]
 
 
+@pytest.mark.parametrize("kind", ["normal", "special"])
+@pytest.mark.parametrize(("momentum", "nesterov"), [(None, False), (0.9, False), (0.9, True)])
+def test_sums_are_those_of_numpy(loops, kind, momentum, nesterov):
+    """What two ranks send, averages, directions and velocities."""
+    random, sizes = np.random.default_rng(3), [1500, 1, 70]
+    steps = [loops.SumStep(sizes, torch.empty(0, device=DEVICE)) for _ in "ab"]
+    for _ in range(3):
+        arrays = [columns_of(random, sizes, "normal", None) for _ in steps]
+        gradients, velocities = zip(*(its.values() for its, _ in arrays), strict=True)
+        on_gpu = [[*own.values()] for _, own in arrays]
+        if kind == "special":
+            gradients[1][2][5] = on_gpu[1][0][2][5] = np.nan
+            gradients[0][0][7] = on_gpu[0][0][0][7] = 3e38  # with the next the sum is infinite
+            gradients[1][0][7] = on_gpu[1][0][0][7] = 3e38
+        if momentum is None:
+            on_gpu = [own[:1] for own in on_gpu]
+        columns = [[Column(x), Column(x), *map(Column, u)] for x, *u in on_gpu]
+        sent = [step.joined(own) for step, own in zip(steps, columns, strict=True)]
+        for found, own in zip(sent, gradients, strict=True):
+            all_or_none = [x if np.isfinite(x).all() else np.full_like(x, np.nan) for x in own]
+            assert_same(found, np.concatenate(all_or_none))
+        total = sent[0] + sent[1]
+        for step, own, old, its in zip(steps, columns, velocities, on_gpu, strict=True):
+            step.settle(own, total, 2, momentum, nesterov)
+            with np.errstate(invalid="ignore", over="ignore"):
+                means = np.split(total.cpu().numpy() / np.float32(2), np.cumsum(sizes)[:-1])
+                for i, (mean, u) in enumerate(zip(means, old, strict=True)):
+                    direction, velocity = mean, in_range({"u": u})["u"]
+                    if momentum is not None and np.isfinite(mean).all():
+                        direction, velocity = heavy_ball(mean, u, np.float32(momentum), nesterov)
+                    assert_same(its[0][i], direction)
+                    if momentum is not None:
+                        assert_same(its[1][i], velocity)
+
+
 METHODS = [
     DGC(density=0.05, min_size=0, indices="int32"),
     DGC(density=0.05, min_size=0, nesterov=True, values="float16", indices="packed"),
     DGC(density=0.1, min_size=0, masking=False, clip_norm=1.0),
     TopK(density=0.02),
+    DGC(density=0.05, min_size=600, nesterov=True),  # "b" is averaged whole
+    NoCompression(),
 ]
 
 
@@ -290,7 +328,7 @@ BUCKETS = [
     (method, in_place)
     for number, method in enumerate(METHODS)
     for in_place in (False, True)
-    if not (INTERPRETED and FEW) or number == 0 or in_place is (number == 2)
+    if not (INTERPRETED and FEW) or number == 0 or in_place is (number in (2, 4))
 ]
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_compress import PowerSGD
-from hvd_compress.chain import Chain
+from hvd_compress.chain import Chain, in_range
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.kernels import Column, low_rank
 from hvd_compress.meetings import power_sgd
@@ -72,7 +72,10 @@ def step_of(power_step, device, shapes, rank, seed, *, bad=None, keeps=True):
     found.append([step.right(own, total.clone()) for step, own in pairs])
     total = found[-1][0] + found[-1][1]
     for step, own in pairs:
-        found.append([step.settle(own, total.clone()).astype(np.float32)])
+        finite = step.settle(own, total.clone())
+        for column in own[2:]:  # a GPU's have been seen to already
+            for i in np.flatnonzero(~finite):
+                column.arrays[i] = in_range({"x": column.arrays[i]})["x"]
         found += [column.arrays for column in own]
     return [x for part in found for x in part]
 

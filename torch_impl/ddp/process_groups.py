@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvd_compress.engines.named import Op
+from hvd_compress.engines.named import InFlight, Op
 
 from .. import backend
 from ..engine import TorchEngine
@@ -30,8 +30,9 @@ class ProcessGroupEngine(TorchEngine):
     """Exchanges over a process group of ``torch.distributed``, which all ranks start in the same
     order.
 
-    What is in host memory and travels over NCCL, such as messages, comes back to host memory: in
-    one copy, however many ranks there are, for which the host waits once.
+    What is in host memory and travels over NCCL comes back to host memory: in one copy, however
+    many ranks there are, for which the host waits once.  What the ranks compare over NCCL is looked
+    at in the next step, since the host would wait for all that the GPU has still to do.
 
     Args:
         group: the process group; ``None`` for the default one.
@@ -41,6 +42,27 @@ class ProcessGroupEngine(TorchEngine):
     def __init__(self, group: Any, device: torch.device) -> None:
         super().__init__()
         self.group, self._device = group, device
+        #: the comparison of the last step, and its reply on its way to the host
+        self._compared: tuple[InFlight, backend.Arriving] | None = None
+
+    def _bring_in_agreement(self, at_once: bool = False) -> None:
+        before, self._compared = self._compared, None
+        now = self._agreement
+        if now is not None and self.reads_device and not at_once:
+            self._agreement = None
+            self._compared = now, backend.Arriving(self._wait(now.handle))
+        if before is not None:
+            each, reply = before
+            self._advance(each, reply.arrived())
+            self._bring_in([each])
+            self._note(each.result)
+        super()._bring_in_agreement()
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self._compared is not None:
+            self._compared[0].ops.close()
+            self._compared = None
 
     @property
     def rank(self) -> int:

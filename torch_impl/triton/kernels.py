@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .task_kernels import in_range
+
 #: values of a digit, at most
 BINS = tl.constexpr(2048)
 #: above the magnitudes of all finite numbers
@@ -22,8 +24,6 @@ HEADER = tl.constexpr(4)
 # first entry; the table of addresses has those of four arrays.
 _N, _K, _FIRST_BLOCK, _FIRST_ENTRY, _COLUMNS = (tl.constexpr(i) for i in range(5))
 GRADIENT, OUT, RESIDUAL, VELOCITY, _ARRAYS = (tl.constexpr(i) for i in range(5))
-#: the largest magnitude of which a few can be added
-_IN_RANGE = tl.constexpr(float(2.0**104 - 2.0**80))
 _LARGEST_HALF = tl.constexpr(65504.0)
 
 
@@ -268,14 +268,6 @@ def _entry(values, places, i, inside, width: tl.constexpr):
     return place, tl.load(values + i, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
-def _in_range(pointer, inside):
-    """Keep states of a step that is not finite, within what can be added."""
-    x = tl.load(pointer, mask=inside)
-    x = tl.where(x > _IN_RANGE, _IN_RANGE, x)
-    tl.store(pointer, tl.where(x < -_IN_RANGE, -_IN_RANGE, x), mask=inside)
-
-
 @triton.jit(do_not_specialize=["tensor_count", "blocks", "entries", "ranks", "row"])
 def move(
     addresses, tensors, owners, momenta, everything, overflows, heads, values, places,
@@ -315,9 +307,10 @@ def move(
             if masking:
                 tl.store(velocity_to + start + place, 0.0, mask=i < end)
     else:
-        _in_range(residual_to + at, inside)
+        tl.store(residual_to + at, in_range(tl.load(residual_to + at, mask=inside)), mask=inside)
         if kind != 0:
-            _in_range(velocity_to + at, inside)
+            old = tl.load(velocity_to + at, mask=inside)
+            tl.store(velocity_to + at, in_range(old), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tensor_count", "blocks", "entries", "ranks", "row", "values_at",

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .kernels import INFINITY, magnitudes
-from .task_kernels import SUMMED, taken
+from .task_kernels import SUMMED, in_range, taken
 
 #: rows that are added up in one go
 ROWS = tl.constexpr(256)
@@ -298,7 +298,7 @@ def settle(
 ):  # fmt: skip
     """Write a block of the average P Q^T; and where that is finite of the residual
     M - P ``own``^T, if it ``keeps`` one, and of the factor, of which columns stay that would be
-    zero for ever.  M is an ``array`` of the table."""
+    zero for ever.  M is an ``array`` of the table.  Else states stay, within range."""
     t, block = taken(blocks)
     n, m, rank = _short(matrices, t, _N), _short(matrices, t, _M), _short(matrices, t, _RANK)
     p, start, lane = p + _field(matrices, t, _P), _field(matrices, t, _Q), tl.arange(0, width)
@@ -306,15 +306,19 @@ def settle(
     inside = lane < n * m - block * width
     fine = tl.load(overflows + t) == 0
     if keeps:
-        sent = _product(p, own, at, inside, n, m, rank)
-        left_over = tl.load(_array(addresses, t, array) + at, mask=inside & fine) - sent
-        tl.store(_array(addresses, t, RESIDUAL) + at, left_over, mask=inside & fine)
+        residual = _array(addresses, t, RESIDUAL) + at
+        if fine:
+            sent = _product(p, own, at, inside, n, m, rank)
+            left_over = tl.load(_array(addresses, t, array) + at, mask=inside) - sent
+        else:
+            left_over = in_range(tl.load(residual, mask=inside))
+        tl.store(residual, left_over, mask=inside)
         tl.debug_barrier()  # M is where the average will be
     tl.store(_array(addresses, t, OUT) + at, _product(p, q, at, inside, n, m, rank), mask=inside)
     if block * width < m:
-        factor, inside = _array(addresses, t, FACTOR), inside & (at < m) & fine
+        factor, inside = _array(addresses, t, FACTOR), inside & (at < m)
         for k in range(0, rank):
             lives = tl.load(alive + t * columns + k)
             old = tl.load(factor + k * m + at, mask=inside)
             new = lives * tl.load(q + k * m + at, mask=inside) + (1 - lives) * old
-            tl.store(factor + k * m + at, new, mask=inside)
+            tl.store(factor + k * m + at, tl.where(fine, new, in_range(old)), mask=inside)

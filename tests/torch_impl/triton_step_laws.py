@@ -1,0 +1,71 @@
+"""A steady step of a hook whose tensors are on a GPU and whose messages travel over NCCL: the host
+waits for nothing, and launches grow with neither tensors nor ranks.
+
+As in ``triton_laws.py``: in Triton's interpreter, or on a GPU.  A process group of PyTorch's for
+tests has as many ranks as one likes.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hvd_compress.reduce import Reducer
+from hvd_compress.torch import backend
+from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
+from tests.torch_impl.triton_laws import DEVICE, INTERPRETED, waits_of
+
+#: and how many kernels of ours are launched for a bucket of matrices and one of vectors
+METHODS = {
+    "none": 3,
+    "topk:density=0.004": 11,
+    "dgc:density=0.004,min_size=20": 11 + 4,
+    "powersgd:rank=2": 8 + 3,
+}
+
+
+@pytest.fixture
+def ranks(request, monkeypatch):
+    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    monkeypatch.setattr(ProcessGroupEngine, "reads_device", True)
+    if INTERPRETED:
+        monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
+    yield request.param
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The kernels that are launched, by name."""
+    kind = type(triton.jit(_nothing))
+    found, launched = collections.Counter(), kind.__getitem__
+
+    def noted(kernel, grid):
+        found[kernel.fn.__name__] += 1
+        return launched(kernel, grid)
+
+    monkeypatch.setattr(kind, "__getitem__", noted)
+    return found
+
+
+def _nothing():
+    pass
+
+
+@pytest.mark.parametrize(("ranks", "tensors"), [(2, 4), (64, 1)], indirect=["ranks"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_host_waits_for_nothing_and_launches_do_not_grow(ranks, tensors, launches, method):
+    momentum, engine = 0.9 * method.startswith("dgc"), ProcessGroupEngine(None, DEVICE)
+    reducer = Reducer(method, engine, momentum=momentum, same_order=True, in_place=True)
+    shapes = [(12, 20)] * tensors + [(6,)] * tensors
+    gradients = {f"{i}": torch.randn(shape, device=DEVICE) for i, shape in enumerate(shapes)}
+    for _ in range(2):
+        reducer.reduce(gradients)
+    launches.clear()
+    assert waits_of(lambda: reducer.reduce(gradients)) == 0
+    assert launches.total() == METHODS[method], launches
