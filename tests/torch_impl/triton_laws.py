@@ -467,11 +467,11 @@ def test_the_host_never_waits_for_a_step_of_a_bucket(loops):
 _TYPES = {
     "*i64": "addresses tensors owners above_ends equal_ends",
     "*i32": "thresholds found largest counts kept prefixes missing histograms above equal heads "
-    "everything overflows",
-    "*fp32": "values momenta limits",
+    "everything overflows blocks infinite",
+    "*fp32": "values momenta limits own total",
     "*i16": "places",
     "fp32": "size",
-    "i32": "tensor_count blocks entries ranks row values_at values_row places_at places_row",
+    "i32": "tensor_count block_count entries ranks row values_at values_row places_at places_row",
 }
 _FORM = {"width": 4096, "room": 256}
 _OF_ENTRIES = {"aligned": True, "width": 4096, "chunk": 128}
@@ -491,6 +491,8 @@ KERNELS = [
     ("write_selected", {"kind": 2, **_FORM}),
     *(("average", {"limited": limited, **_OF_ENTRIES}) for limited in (False, True)),
     ("stream", {"width": 4096}),
+    *((name, {"width": 1024}) for name in ("join", "spoil", "look")),
+    *(("settle", {"kind": kind, "width": 1024}) for kind in range(3)),
 ]
 
 
@@ -498,9 +500,9 @@ KERNELS = [
 @pytest.mark.parametrize(("name", "constants"), KERNELS, ids=str)
 def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, constants, tmp_path):
     """No product and sum are contracted, and quotients are rounded correctly; no GPU is needed."""
-    from hvd_compress.torch.triton import kernels
+    from hvd_compress.torch.triton import dense_kernels, kernels
 
-    kernel = getattr(kernels, name)
+    kernel = getattr(kernels, name, None) or getattr(dense_kernels, name)
     kinds = {argument: kind for kind, names in _TYPES.items() for argument in names.split()}
     signature = ["constexpr" if arg in constants else kinds[arg] for arg in kernel.arg_names]
     values = [constants.get(arg) for arg in kernel.arg_names]
@@ -508,7 +510,7 @@ def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, constants, tmp_p
         code = asm["ptx"]
         assert "fma" not in code
         assert "div.full" not in code
-        assert ("div.rn.f32" in code) is (name == "average")
+        assert ("div.rn.f32" in code) is (name in ("average", "look", "settle"))
 
 
 def compiled_for_gpus(

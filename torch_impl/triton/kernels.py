@@ -252,12 +252,12 @@ def write_selected(
 
 
 @triton.jit
-def _entries(heads, block, tensor_count, blocks, entries):
+def _entries(heads, block, tensor_count, block_count, entries):
     """From and up to which entry of a message those of a block are; of a damaged message, too, as
     many as there is room for."""
     at = heads + HEADER + tensor_count + block
-    last = tl.load(at + 1, mask=block + 1 < blocks, other=0)
-    last = tl.where(block + 1 < blocks, last, entries)
+    last = tl.load(at + 1, mask=block + 1 < block_count, other=0)
+    last = tl.where(block + 1 < block_count, last, entries)
     return tl.maximum(tl.load(at), 0), tl.minimum(last, entries)
 
 
@@ -268,10 +268,15 @@ def _entry(values, places, i, inside, width: tl.constexpr):
     return place, tl.load(values + i, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["tensor_count", "blocks", "entries", "ranks", "row"])
+#: what is another number in each bucket, for which kernels are not compiled anew
+_NUMBERS = ["tensor_count", "block_count", "entries", "ranks", "row"]
+_ROWS = ["values_at", "values_row", "places_at", "places_row", "size"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def move(
     addresses, tensors, owners, momenta, everything, overflows, heads, values, places,
-    tensor_count, blocks, entries, ranks, row, kind: tl.constexpr, aligned: tl.constexpr,
+    tensor_count, block_count, entries, ranks, row, kind: tl.constexpr, aligned: tl.constexpr,
     masking: tl.constexpr, limited: tl.constexpr, width: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """Write the next velocities and residuals of a block, without what was sent, if all ranks'
@@ -298,7 +303,7 @@ def move(
             tl.store(velocity_to + at, velocity, mask=inside)
         tl.store(residual_to + at, residual, mask=inside)
         tl.debug_barrier()  # other threads have written what is read here
-        begin, end = _entries(heads, block, tensor_count, blocks, entries)
+        begin, end = _entries(heads, block, tensor_count, block_count, entries)
         for first in range(begin, end, chunk):
             i = first + tl.arange(0, chunk)
             place, sent = _entry(values, places, i, i < end, width)
@@ -313,11 +318,11 @@ def move(
             tl.store(velocity_to + at, in_range(old), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tensor_count", "blocks", "entries", "ranks", "row", "values_at",
-                               "values_row", "places_at", "places_row", "size"])  # fmt: skip
+@triton.jit(do_not_specialize=[*_NUMBERS, *_ROWS])
 def average(
     addresses, tensors, owners, everything, values, places, limits, overflows,
-    tensor_count, blocks, entries, ranks, row, values_at, values_row, places_at, places_row, size,
+    tensor_count, block_count, entries, ranks, row,
+    values_at, values_row, places_at, places_row, size,
     aligned: tl.constexpr, limited: tl.constexpr, width: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """Write the mean of a block of elements: what each rank has sent of it is added in the order of
@@ -336,7 +341,7 @@ def average(
     places += places_at
     for _ in range(ranks):
         tl.debug_barrier()  # other threads have written what is read here
-        begin, end = _entries(heads, block, tensor_count, blocks, entries)
+        begin, end = _entries(heads, block, tensor_count, block_count, entries)
         for first in range(begin, end, chunk):
             i = first + tl.arange(0, chunk)
             place, value = _entry(values, places, i, i < end, width)
