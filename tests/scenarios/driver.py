@@ -37,6 +37,8 @@ onebit_lamb: Any = _driver.onebit_lamb
 mismatch: type[BaseException] = _driver.mismatch
 #: make a run believe that it is at another step
 set_step: Any = _driver.set_step
+#: give a run's optimizer another learning rate, as schedulers do
+set_rate: Any = _driver.set_rate
 #: arrays of all ranks, one behind the other
 allgather: Any = _driver.allgather
 #: gradients of the weighted sum of a function's results, in each way that the framework has, and

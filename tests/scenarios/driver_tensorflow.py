@@ -184,6 +184,10 @@ def set_step(run: Run, step: int) -> None:
     run.compression.step.assign(step)
 
 
+def set_rate(run: Run, rate: float) -> None:
+    run.optimizer.learning_rate = rate
+
+
 def turned(name: str, weight: np.ndarray) -> np.ndarray:
     """Keras has the layout of the oracle."""
     return weight

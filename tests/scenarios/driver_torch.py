@@ -139,6 +139,11 @@ def set_step(run: Run, step: int) -> None:
     run.compression.reducer.step = step
 
 
+def set_rate(run: Run, rate: float) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
+
+
 def turned(name: str, weight: np.ndarray) -> np.ndarray:
     """torch.nn.Linear has outputs first."""
     return weight.T if name.startswith("kernel") else weight

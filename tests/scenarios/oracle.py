@@ -146,10 +146,16 @@ def compressed(
 
 
 def trained(
-    method: Any, steps: int, ranks: int, names: Sequence[str], turned: Any, momentum: float
+    method: Any,
+    rates: Iterable[float],
+    ranks: int,
+    names: Sequence[str],
+    turned: Any,
+    momentum: float,
 ) -> tuple[Any, list[Weights]]:
-    """All ranks in float64 after steps of a training method with momentum SGD: the world, and each
-    rank's weights by the framework's ``names``, in its layout, which is ``turned``."""
+    """All ranks in float64 after steps of a training method with momentum SGD, one at each of these
+    learning rates: the world, and each rank's weights by the framework's ``names``, in its layout,
+    which is ``turned``."""
     world = Ranks(method, ranks)
     keys = list(initial_weights("mlp"))
 
@@ -158,17 +164,17 @@ def trained(
 
     own = [shown(initial_weights("mlp", "float64")) for _ in range(ranks)]
     velocity = [{name: 0 * w for name, w in weights.items()} for weights in own]
-    for step in range(steps):
+    for step, rate in enumerate(rates):
         found, losses = [], []
         for rank, weights in enumerate(own):
             ours = {k: turned(k, weights[name]) for k, name in zip(keys, names, strict=True)}
             found.append(shown(gradients("mlp", ours, rank, step)))
             losses.append(loss(ours, rank, step))
-        own = world.before_step(own, losses=losses, rates=dict.fromkeys(names, LR))
+        own = world.before_step(own, losses=losses, rates=dict.fromkeys(names, rate))
         for weights, v, g in zip(own, velocity, found, strict=True):
             for name in names:
                 v[name] = momentum * v[name] + g[name]
-                weights[name] = weights[name] - LR * v[name]
+                weights[name] = weights[name] - rate * v[name]
         own = world.after_step(own)
     return world, own
 

@@ -17,11 +17,14 @@ from tests.scenarios.driver import (
     make,
     mismatch,
     raises,
+    set_rate,
     train,
     turned,
 )
 
-STEPS = 9
+RATES = [oracle.LR] * 9
+#: a scheduler's
+HALVED = [oracle.LR] * 4 + [oracle.LR / 2] * 5
 LEADERS = {"local_every": 2, "global_every": 4}
 METHODS = (
     rounds.LocalSGD(sync_every=2, compression="topk:density=0.25"),
@@ -38,11 +41,16 @@ METHODS = (
 
 def training_follows_the_lockstep_world() -> None:
     momentum = 0.875  # Keras rounds it to float32
-    for method in METHODS if everything else METHODS[:5]:
+    rows = [(method, momentum, RATES) for method in (METHODS if everything else METHODS[:5])]
+    # Keras's momentum has the rate in it, and goes on with that of before.
+    rows.append((rounds.SlowMo(sync_every=3), 0.0, HALVED))
+    for method, momentum, rates in rows:
         run = make(None, method=method, dtype="float64", momentum=momentum)
         names = run.framework_names
-        train(run, range(STEPS))
-        world, ranks = oracle.trained(method, STEPS, hvd.size(), names, turned, momentum)
+        for step, rate in enumerate(rates):
+            set_rate(run, rate)
+            run.step(step)
+        world, ranks = oracle.trained(method, rates, hvd.size(), names, turned, momentum)
         training = run.optimizer.training
 
         def assert_follows(expected, run=run, names=names):
@@ -50,7 +58,7 @@ def training_follows_the_lockstep_world() -> None:
             assert_close(dict(zip(names, mine, strict=True)), expected[hvd.rank()], 1e-6, 1e-8)
 
         assert_follows(ranks)
-        assert training.step == STEPS
+        assert training.step == len(rates)
         assert training.exchanges == world.exchanges
         assert training.stats().total.bytes_sent > 0 or hvd.size() == 1
         with run.optimizer.synchronized_parameters():
