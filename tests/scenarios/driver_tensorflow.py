@@ -155,9 +155,6 @@ class Run(_Trained):
         }
 
 
-adam = keras.optimizers.Adam
-
-
 def _with_torchs_names(cls: Any) -> Any:
     """An optimizer with the names of PyTorch's options."""
 
@@ -169,6 +166,7 @@ def _with_torchs_names(cls: Any) -> Any:
     return make
 
 
+adam = _with_torchs_names(keras.optimizers.Adam)
 onebit_adam = _with_torchs_names(hvd_keras.OneBitAdam)
 zero_one_adam = _with_torchs_names(hvd_keras.ZeroOneAdam)
 lars = hvd_keras.LARS

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_compress import NoCompression, OneBitAdamCompression, ZeroOneAdamCompression, optimizers
+from hvd_compress import (
+    DGC,
+    NoCompression,
+    OneBitAdamCompression,
+    ZeroOneAdamCompression,
+    optimizers,
+)
 from hvd_compress.errors import ConfigError
 from tests import adam_reference
 from tests.scenarios import oracle
@@ -95,6 +101,12 @@ def _by(reference: Any, cls: Any) -> Any:
 
 
 ROWS = {
+    # The framework's own; that of Keras has another epsilon, and rounds betas to float32.  Before
+    # its freeze, 1-bit Adam is Adam.
+    "Adam": Row(
+        *(adam, {"betas": (0.875, 1 - 2.0**-10), "eps": 1e-30}, None),
+        _by(_Adams, adam_reference.OneBitAdam),
+    ),
     "1-bit Adam": Row(
         *(onebit_adam, {"freeze_step": FREEZE}, _one_bit),
         _by(_Adams, adam_reference.OneBitAdam),
@@ -160,6 +172,7 @@ def they_follow_the_formulas() -> None:
         ("LAMB", none, {}),
         ("LARS", none, {}),
         ("0/1 Adam", ZeroOneAdamCompression(**SCHEDULE, min_size=10**6), exact),
+        ("Adam", DGC(density=1.0, momentum=0.0), {}),
     )
     for name, method, options in rows if everything else rows[::2]:
         own = {key: x for key, x in options.items() if key != "compressed"}
