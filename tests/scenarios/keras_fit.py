@@ -192,7 +192,8 @@ def tapes_take_any_nest_of_sources() -> None:
 
 
 def parts_of_a_model_stay_local() -> None:
-    """They do under a tape and an optimizer, which ``PartialDistributedOptimizer`` makes too."""
+    """They do under a tape and an optimizer, which ``PartialDistributedOptimizer`` makes too, in a
+    graph as without one."""
     model = model_of("mlp")
     x, y = oracle.batch("mlp", hvd.rank(), 0)
     initial = oracle.initial_weights("mlp")
@@ -235,7 +236,11 @@ def parts_of_a_model_stay_local() -> None:
         else:
             layer = model.layers[0]
             optimizer = module.PartialDistributedOptimizer(sgd(), local_layers=layer, **options)
-        assert_close(apply(optimizer, model, range(4)), weights, 1e-4, 1e-5)
+        if module is hvd_keras:
+            fit(optimizer, model=model, steps=4)
+        else:
+            apply(optimizer, model, range(4))
+        assert_close(weights_of(model), weights, 1e-4, 1e-5)
         assert len(optimizer.compression.store.slots) == 2
     with raises(ConfigError, "local_layers"):
         hvd_keras.PartialDistributedOptimizer(sgd(), local_layers=["dense"])
@@ -335,7 +340,7 @@ def momentum_goes_on_in_the_exchange_and_back() -> None:
         again.load_own_variables(store)
         found = apply(again, model, range(6, 9), everyone)
         expected = apply(sgd(nesterov=nesterov), reference, range(9), everyone)
-        assert_close(found, expected, 1e-4, 1e-5)
+        assert_close(found, expected, 1e-5, 1e-6)
 
 
 def optimizers_with_attributes_of_our_names_are_saved_and_taken_over() -> None:
