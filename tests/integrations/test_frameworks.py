@@ -80,7 +80,9 @@ JOBS = [
     Job("horovod", (*FOLLOWS, "training.without_loss_it_is_the_plain_optimizer"), "alone", 1),
     Job("mpi", (*TORCH, *OPTIMIZERS_TORCH, "over_mpi", *OTHERS), "mpirun", 2),
     Job("mpi", (*PARITY, "over_mpi"), "mpich", 3),
-    Job("mpi", FOLLOWS, "mpirun", 5),
+    Job(
+        "mpi", (*FOLLOWS, "systems_torch.every_graph_gives_the_bits_of_the_simulation"), "mpirun", 5
+    ),
     Job(
         "tensorflow", ("keras_callbacks", "keras_fit", "keras_restore", "keras_common"), "mpirun", 2
     ),
@@ -111,11 +113,17 @@ FULL = [
     Job("mpi", (*PARITY, "over_mpi"), "mpirun", 8),
     Job("tensorflow", (*KERAS, "optimizers"), "alone", 1),
     Job("tensorflow", KERAS, "mpirun", 2),
+    Job("tensorflow", (*OPTIMIZERS_KERAS, *OTHERS_KERAS), "mpirun", 3),
     Job("tensorflow", PARITY, "gloo", 2),
     Job("tensorflow", ("graphs",), "mpirun", 5),
     Job("tensorflow", PARITY, "mpirun", 4),
     Job("tape", ("shared", *PARITY), "mpirun", 2),
-    Job("tensorflow-mpi", ("over_mpi_tensorflow", "shared", "keras_fit"), "mpirun", 2),
+    Job(
+        "tensorflow-mpi",
+        ("over_mpi_tensorflow", "shared", "keras_fit", "keras_callbacks"),
+        "mpirun",
+        2,
+    ),
     Job("tensorflow-mpi", (*OPTIMIZERS_KERAS, *OTHERS_KERAS), "mpirun", 2),
     Job("tensorflow-mpi", ("over_mpi_tensorflow", "shared", "keras_fit"), "alone", 1),
     Job("tensorflow-mpi", ("graphs", "shared"), "mpirun", 3),

@@ -76,9 +76,13 @@ def gradients_stay_in_the_process_set() -> None:
     rank, size = subset.rank(), subset.size()
     mean = sum(r + 1 for r in range(hvd.size()) if (r == last) == (hvd.rank() == last)) / size
     options = {"process_set": subset}
-    _assert_are(hvd.allreduce, [1.0], one, [size * mean], op=hvd.Sum, **options)
-    weight = np.arange(1.0, size + 1.0, dtype=np.float32)[:, None]
-    _assert_are(hvd.allgather, [[1.0]], weight, [[mean * (rank + 1)]], **options)
+    for op, expected in ((hvd.Sum, size * mean), (hvd.Average, mean)):
+        _assert_are(hvd.allreduce, [1.0], one, [expected], op=op, **options)
+    # Ranks have one row more than their number says.
+    rows, first = np.ones((rank + 1, 1), np.float32), rank * (rank + 1) // 2
+    weight = np.arange(1.0, size * (size + 1) // 2 + 1, dtype=np.float32)[:, None]
+    own = weight[first : first + rank + 1]
+    _assert_are(hvd.allgather, rows, weight, mean * own, **options)
     root = hvd.rank() - rank + size - 1
     expected = [mean * (hvd.rank() == root)]
     _assert_are(hvd.broadcast, [1.0], one, expected, root_rank=root, **options)

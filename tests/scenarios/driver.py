@@ -17,6 +17,8 @@ import numpy as np
 
 from tests.scenarios.oracle import Setup
 
+Errors = type[BaseException] | tuple[type[BaseException], ...]
+
 over, _, library = os.environ.get("SCENARIOS_OVER", "horovod").partition("-")
 _MODULES = {"horovod": "torch", "mpi": "torch", "tensorflow": "tensorflow", "tape": "tensorflow"}
 _driver: Any = importlib.import_module(f"tests.scenarios.driver_{_MODULES[over]}")
@@ -34,7 +36,7 @@ zero_one_adam: Any = _driver.zero_one_adam
 lamb: Any = _driver.lamb
 onebit_lamb: Any = _driver.onebit_lamb
 #: how ranks that differ say so
-mismatch: type[BaseException] = _driver.mismatch
+mismatch: Errors = _driver.mismatch
 #: make a run believe that it is at another step
 set_step: Any = _driver.set_step
 #: give a run's optimizer another learning rate, as schedulers do
@@ -150,7 +152,7 @@ def embedding_of(run: Run) -> Any:
     return next(record for name, record in layers.items() if "embedding" in name)
 
 
-def raises(error: type[BaseException], *words: str) -> Any:
+def raises(error: Errors, *words: str) -> Any:
     """``with raises(ConfigError, "dampening")``: the message must contain the words."""
     import pytest
 
