@@ -496,12 +496,13 @@ def half_precision_variables_under_a_scale() -> None:
 
 def two_models_with_the_same_names() -> None:
     """One inside the other's graph, under options that make graphs of their own."""
-    runs = [make(DENSE, backward_passes_per_step=2, lr=0.02) for _ in range(2)]
+    dense_for_now = DGC(StagedWarmup("step", 100, (1.0, 0.25)), min_size=0)
+    runs = [make(dense_for_now, backward_passes_per_step=2, lr=0.02) for _ in range(2)]
 
     @tf.function
     def step(x, y):
         for run in runs:
-            run._step(x, y)
+            run.graph(x, y)
 
     for number in range(4):
         step(*map(tf.constant, oracle.batch("mlp", hvd.rank(), number)))
