@@ -54,6 +54,7 @@ OVER_MPI = (
     *("parity.two_rounds_follow_the_oracle", "parity.quantised_sums_follow_the_oracle"),
     "parity.neighbours_and_broadcasts_follow_the_oracle",
     *("keras_fit.fit_is_the_oracle", "keras_fit.nothing_stays_of_what_is_gone"),
+    "keras_fit.parts_of_a_model_stay_local",
     "keras_callbacks.broadcasts_averages_and_schedules",
     "systems.training_follows_the_lockstep_world",
     "codistillation.predictions_follow_a_reference",

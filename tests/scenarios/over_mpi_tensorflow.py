@@ -155,11 +155,12 @@ def what_cannot_work_says_what_to_write() -> None:
 
 
 def wrong_arguments_of_collectives_are_named() -> None:
-    one = tf.ones([1])
+    one, rows = tf.ones([1]), tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))
     for call, *words in (
         (lambda: hvd.allreduce(object()), "tensor="),
         (lambda: hvd.allreduce(one, prescale_factor="2"), "prescale_factor"),
         (lambda: hvd.allreduce(one, average="name"), "average="),
+        (lambda: hvd.allreduce(rows, op=hvd.Max), "op=hvd.Max of tf.IndexedSlices"),
         (lambda: hvd.allgather(object()), "tensor="),
         (lambda: hvd.allgather(tf.ones([2, 0])), "allgather", "element"),
         (lambda: hvd.broadcast(one, None), "root_rank=None"),
