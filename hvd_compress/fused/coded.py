@@ -16,8 +16,8 @@ from typing import ClassVar
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Spec
 from hvd_compress.codecs import Codec
-from hvd_compress.fused.coded_on_device import StepOnDevice
-from hvd_compress.fused.coded_on_host import StepOnHost
+from hvd_compress.fused.coded_on_device import CodedOnDevice
+from hvd_compress.fused.coded_on_host import CodedOnHost
 from hvd_compress.fused.coded_plan import CodedPlan
 from hvd_compress.fused.in_place import is_on_host
 from hvd_compress.fused.stages import StagedForm
@@ -49,8 +49,8 @@ class FusedCodes(StagedForm):
         return taken
 
     def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> CodedPlan:
-        work = StepOnHost if is_on_host(specs[0].x) else StepOnDevice
-        return CodedPlan(self, specs, key, step, self.codec, self.is_whole, work)
+        plan = CodedOnHost if is_on_host(specs[0].x) else CodedOnDevice
+        return plan(self, specs, key, step, self.codec, self.is_whole)
 
 
 class FusedAlltoall(FusedCodes):

@@ -9,41 +9,144 @@ written then.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvd_compress.base import Array, Context
-from hvd_compress.fused.coded_plan import OWNED, CodedPlan, CodedStep, Run
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Context, Spec
+from hvd_compress.fused.coded_plan import (
+    FINE,
+    NOT_FINITE,
+    OVERFLOWS,
+    OWNED,
+    CodedPlan,
+    Run,
+    decoding,
+)
 from hvd_compress.fused.in_place import Arrays, Views, room
 from hvd_compress.fused.kept import overlap
 from hvd_compress.fused.stages import Sent
 from hvd_compress.kernels import Column, threads
+from hvd_compress.requests import Alltoall, Gather, Request
+from hvd_compress.times import phase
 
 
-class StepOnHost(CodedStep):
-    """See :class:`hvd_compress.fused.coded_plan.CodedStep`."""
+class CodedOnHost(CodedPlan):
+    """The plan of a bucket in host memory.
 
-    def __init__(self, plan: CodedPlan, arrays: Arrays, step: Context) -> None:
-        super().__init__(plan, arrays, step)
+    Attributes:
+        bound: the codecs' functions.
+        longest: the elements of the longest run.
+        codes: the place of each run's codes in what is sent.
+        sums: the place in what is sent of what each of the rank's own runs adds up to.
+        left: memory for what these codes leave out.
+    """
+
+    def __init__(
+        self, form: Any, specs: Sequence[Spec], key: Hashable, step: Context, *which: Any
+    ) -> None:
+        super().__init__(form, specs, key, step, *which)
+        self.bound = [codec.bound() for codec in self.codecs]
+        self.longest = max(run.size for run in self.runs)
+        self._frames = [np.zeros(message.size, np.uint8) for message in self.messages]
+        self.codes = [self._frames[r][self.messages[r].codes[i]] for i, _, r in self.runs]
+        if self.is_whole:
+            self.requests = [Gather(self._frames[0], equal_sizes=True)]
+            return
+        reply = self.replies[self.rank]
+        self._reply = np.zeros(reply.size, np.uint8)
+        self.sums = [self._reply[reply.codes[run.tensor]] for run in self.mine]
+        self.left = [np.empty(run.size, np.float32) for run in self.mine]
+        self.requests = [Alltoall(self._frames), Gather(self._reply, self.equal_sizes)]
+
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, list[bool]]:
+        xp = backend_of(arrays.gradients[0])
+        with phase("encode"):
+            work = StepOnHost(self, arrays, step)
+        try:
+            with phase("encode"):
+                if not self.is_whole:
+                    self.look(arrays.states[OWNED])
+                self._encode(work)
+            frames = [xp.from_numpy(frame, None) for frame in self._frames]
+            replies = yield self.requests[0].carrying(frames)
+            if not self.is_whole:
+                with phase("add_up"):
+                    frame = self._add_up(work, [xp.to_numpy(x) for x in replies])
+                replies = yield self.requests[1].carrying([xp.from_numpy(frame, None)])
+            with phase("add_up"):
+                return self._settle(work, [xp.to_numpy(x) for x in replies])
+        except BaseException:  # also of who gives the exchange up
+            work.undo()
+            raise
+
+    def _encode(self, work: StepOnHost) -> None:
+        """Write the messages."""
+        bad = set[int]()
+        for run, code, is_fine in zip(self.runs, self.codes, work.encode(), strict=True):
+            if not is_fine:
+                code[:] = 0
+                bad.add(run.tensor)
+        for message, frame in zip(self.messages, self._frames, strict=True):
+            flags = message.flags(frame)
+            flags[:] = FINE
+            flags[[*bad]] = NOT_FINITE  # nobody shall take the rest of such a tensor for the whole
+            message.seal(frame)
+
+    def _add_up(self, work: StepOnHost, frames: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the message of the sums of the rank's own shards."""
+        message, reply = self.messages[self.rank], self.replies[self.rank]
+        theirs = [message.opened(frame, rank) for rank, frame in enumerate(frames)]
+        is_bad = np.any(np.equal(theirs, NOT_FINITE), axis=0).tolist()
+        codes = [list(map(operator.itemgetter(message.codes[i]), frames)) for i, _, _ in self.mine]
+        flags = reply.flags(self._reply)
+        flags[:] = FINE
+        with decoding():
+            found = work.add_up(codes, [not is_bad[run.tensor] for run in self.mine])
+        for (i, _, _), code, (is_fine, is_left) in zip(self.mine, self.sums, found, strict=True):
+            if is_bad[i] or not is_fine:
+                code[:] = 0
+                flags[i] = NOT_FINITE
+            elif not is_left:
+                flags[i] = OVERFLOWS
+        return reply.seal(self._reply)
+
+    def _settle(self, work: StepOnHost, frames: Sequence[np.ndarray]) -> list[bool]:
+        """Write averages and states; return of which tensors these are new."""
+        if self.is_whole:
+            (message,) = self.messages
+            flags = np.array([message.opened(x, rank) for rank, x in enumerate(frames)])
+            finite = ~np.any(flags == NOT_FINITE, axis=0)
+            codes = [
+                list(map(operator.itemgetter(message.codes[i]), frames)) for i, _, _ in self.runs
+            ]
+            known = finite.tolist()
+        else:
+            pairs = enumerate(zip(self.replies, frames, strict=True))
+            flags = np.array([reply.opened(x, rank) for rank, (reply, x) in pairs])
+            finite = ~np.any(flags, axis=0)
+            codes = [[frames[r][self.replies[r].codes[i]]] for i, _, r in self.runs]
+            known = [flags[r, i] != NOT_FINITE for i, _, r in self.runs]
+        with decoding():
+            return work.settle(codes, known, finite.tolist())
+
+
+class StepOnHost:
+    """The numbers of a bucket in one step, as of :meth:`CodedOnHost.meet`."""
+
+    def __init__(self, plan: CodedOnHost, arrays: Arrays, step: Context) -> None:
+        self.plan, self.arrays, self.step = plan, arrays, step
+        self.stages = plan.form.stages
         #: where old residuals are, if the new ones are in their places already, and of which runs
         #: of each tensor they are: most often in the place of the gradients
         self._kept: list[np.ndarray] | None = None
         self._fed: dict[int, list[slice]] = {}
 
-    @staticmethod
-    def prepare(plan: CodedPlan, like: Array) -> list[np.ndarray]:
-        """Return memory for the sums of the rank's own shards, and what their codes leave out."""
-        return [np.empty(run.size, np.float32) for run in plan.mine]
-
-    def on_host(self, key: str) -> list[np.ndarray]:
-        return self.arrays.views.states[key]
-
-    def from_host(self, x: np.ndarray) -> Array:
-        return x
-
     def encode(self) -> list[bool]:
+        """Write the codes of all runs; return which are finite.  Of others codes mean nothing."""
         plan, views, n = self.plan, self.arrays.views, threads()
         if self.stages.only_feeds_back and not plan.foreign:
             kept = views.out
@@ -71,8 +174,15 @@ class StepOnHost(CodedStep):
     def add_up(
         self, codes: Sequence[Sequence[np.ndarray]], known: Sequence[bool]
     ) -> list[tuple[bool, bool]]:
+        """Write the codes of what the rank's own shards add up to; return which sums are finite,
+        and what is left of them.
+
+        Args:
+            codes: of each shard, those of all ranks.
+            known: whether all of them mean numbers; of others nothing has to be done.
+        """
         plan, views, n, found = self.plan, self.arrays.views, threads(), []
-        randoms, sums = plan.randoms(plan.mine, self.step, 1), (plan.prepared, plan.sums)
+        randoms, sums = plan.randoms(plan.mine, self.step, 1), (plan.left, plan.sums)
         rows = zip(plan.mine, codes, known, self._owned(views), randoms, *sums, strict=True)
         with np.errstate(over="ignore", invalid="ignore"):
             for (i, _, _), theirs, is_known, base, random, left, code in rows:
@@ -90,6 +200,13 @@ class StepOnHost(CodedStep):
     def settle(
         self, codes: Sequence[Sequence[np.ndarray]], known: Sequence[bool], finite: list[bool]
     ) -> list[bool]:
+        """Write averages, and states of tensors that are finite; return which are.
+
+        Args:
+            codes: of each run, that of its sum, or those of all ranks.
+            known: whether these mean numbers.
+            finite: whether all of a tensor do; of sums of whole tensors it is found out here.
+        """
         plan, views, n, by = self.plan, self.arrays.views, threads(), np.float32(self.plan.size)
         is_fed = self._kept is not None
         settles = not is_fed and bool(self.stages.transforms)
@@ -130,7 +247,7 @@ class StepOnHost(CodedStep):
         for i in [i for i in plan.foreign if finite[i]]:
             del plan.foreign[i]
             views.states[OWNED][i].fill(0)
-        of_mine = zip(plan.mine, self._owned(views), plan.prepared, strict=True)
+        of_mine = zip(plan.mine, self._owned(views), plan.left, strict=True)
         for run, owned, left in of_mine:
             if finite[run.tensor]:
                 owned[:] = left
@@ -156,6 +273,7 @@ class StepOnHost(CodedStep):
             np.copyto(self.arrays.views.states[key][tensor][own], self._kept[tensor][own])
 
     def undo(self) -> None:
+        """Give tensors that are not settled the states that they had."""
         for tensor in list(self._fed):
             self._put_back(tensor)
 

@@ -8,7 +8,7 @@ in the stream.  The host waits for nothing.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from .task_kernels import CODE, START
 from .tasks import WIDTH, Layout, Span
 
 _FLOAT32 = np.dtype(np.float32)
+#: so many codes, and the bytes from one to the next
+_Apart: TypeAlias = tuple[int, int]
 _KINDS = {
     "linear": kernels.LINEAR,
     "uniform": kernels.UNIFORM,
@@ -76,10 +78,13 @@ def encode(loops: Any, tasks: Tasks, codes: torch.Tensor) -> None:
     LOOPS[type(loops)][0](loops, tasks, codes)
 
 
-def decode(loops: Any, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any) -> None:
+def decode(
+    loops: Any, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any, ranks: int = 1
+) -> None:
     """Write what codes decode to where the elements of their tasks are in ``out``, or add it, or
-    take it off: ``how``."""
-    LOOPS[type(loops)][1](loops, layout, codes, out, how)
+    take it off: ``how``.  ``codes`` are those of so many ``ranks``, with as many bytes each."""
+    apart = ranks, codes.numel() // ranks
+    LOOPS[type(loops)][1](loops, layout, codes, out, how, apart)
 
 
 def look(tasks: Tasks, what: Any) -> None:
@@ -126,14 +131,14 @@ def _encode_digits(
 
 
 def _decode_digits(
-    loops: Digits, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any
+    loops: Digits, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any, apart: _Apart
 ) -> None:
     base, heads = loops.base, codes.view(torch.float32)
     bits, each = field_of(base), digits_of_a_word(base)
     table = heads if loops.table is None else _constant(loops.table, out.device)
     kernels.from_digits[_programs(layout.elements)](
         *(codes, heads, table, _powers(base, each, out.device), out),
-        *(layout.tasks, layout.elements, loops.zero, float(loops.unit)),
+        *(layout.tasks, layout.elements, *apart, loops.zero, float(loops.unit)),
         base=base,
         bits=bits or 0,
         each=0 if bits else each,
@@ -164,10 +169,10 @@ def _encode_natural(loops: Natural, tasks: Tasks, codes: torch.Tensor) -> None:
 
 
 def _decode_natural(
-    loops: Natural, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any
+    loops: Natural, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any, apart: _Apart
 ) -> None:
     kernels.from_natural[_programs(layout.elements)](
-        codes, out, layout.tasks, layout.elements, how=how, width=WIDTH
+        codes, out, layout.tasks, layout.elements, *apart, how=how, width=WIDTH
     )
 
 
@@ -188,9 +193,11 @@ def _encode_signs(loops: Signs, tasks: Tasks, codes: torch.Tensor) -> None:
 
 
 def _decode_signs(
-    loops: Signs, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any
+    loops: Signs, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any, apart: _Apart
 ) -> None:
-    _from_bits(layout, codes, out, how, None if isinstance(loops.scale, str) else loops.scale)
+    _from_bits(
+        layout, codes, out, how, apart, None if isinstance(loops.scale, str) else loops.scale
+    )
 
 
 def _encode_halves(loops: Halves, tasks: Tasks, codes: torch.Tensor) -> None:
@@ -199,9 +206,9 @@ def _encode_halves(loops: Halves, tasks: Tasks, codes: torch.Tensor) -> None:
 
 
 def _decode_halves(
-    loops: Halves, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any
+    loops: Halves, layout: Layout, codes: torch.Tensor, out: torch.Tensor, how: Any, apart: _Apart
 ) -> None:
-    _from_bits(layout, codes, out, how, paired=True)
+    _from_bits(layout, codes, out, how, apart, paired=True)
 
 
 LOOPS: dict[type, tuple[Any, Any]] = {
@@ -231,13 +238,14 @@ def _from_bits(
     codes: torch.Tensor,
     out: torch.Tensor,
     how: Any,
+    apart: _Apart,
     level: float | None = None,
     paired: bool = False,
 ) -> None:
     heads = codes.view(torch.float32)
     kernels.from_bits[_programs(layout.elements)](
         *(codes, heads, heads if level is None else _constant([level], out.device), out),
-        *(layout.tasks, layout.elements),
+        *(layout.tasks, layout.elements, *apart),
         constant=level is not None,
         paired=paired,
         how=how,

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .kernels import INFINITY, magnitudes
 from .philox import FIRST, PLACE, drawn, philox
-from .task_kernels import CODE, HEADS, LENGTH, SIZE, START, N, entry, short, taken
+from .task_kernels import CODE, HEADS, LENGTH, SIZE, START, N, entry, in_range, short, taken
 
 #: how numbers become digits; see :class:`hvd_compress.kernels.codecs.Digits`
 LINEAR, UNIFORM, EXPONENTIAL, TERNARY, FLOAT8 = (tl.constexpr(i) for i in range(5))
@@ -23,6 +23,9 @@ WRITE, ADD, TAKE_OFF = (tl.constexpr(i) for i in range(3))
 #: notes of a task: whether an element is not finite; how many zeros were drawn for; whether an
 #: element of what is left is not finite
 INFINITE, ZEROS, LEFT, NOTES = (tl.constexpr(i) for i in range(4))
+
+#: of a tensor in a message: see :mod:`hvd_compress.fused.coded_plan`
+FINE, NOT_FINITE, OVERFLOWS = (tl.constexpr(i) for i in range(3))
 
 #: 1.5 * 2^23: in a sum with it the last bit is worth one
 _ROUNDER = tl.constexpr(12582912.0)
@@ -262,22 +265,34 @@ def draw_zeros(x, ends, draws, out, notes, tasks, blocks, width: tl.constexpr):
 
 
 @triton.jit
-def _give(out, at, inside, value, how: tl.constexpr):
+def _known(out, at, inside, how: tl.constexpr):
+    """What decoded values are added to, or taken off."""
+    if how == WRITE:
+        return tl.zeros(at.shape, tl.float32)
+    return tl.load(out + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _given(total, value, how: tl.constexpr):
     if how == ADD:
-        value = tl.load(out + at, mask=inside, other=0.0) + value
+        total += value
     elif how == TAKE_OFF:
-        value = tl.load(out + at, mask=inside, other=0.0) - value
-    tl.store(out + at, value, mask=inside)
+        total -= value
+    else:
+        total = value
+    return total
 
 
-@triton.jit(do_not_specialize=["zero"])
+@triton.jit(do_not_specialize=["zero", "ranks", "row"])
 def from_digits(
-    code, heads, table, powers, out, tasks, blocks, zero, unit,
+    code, heads, table, powers, out, tasks, blocks, ranks, row, zero, unit,
     base: tl.constexpr, bits: tl.constexpr, each: tl.constexpr, listed: tl.constexpr,
     how: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Write what digits stand for, times the scale of their run, or add it, or take it off.  Digits
-    have ``bits`` bits each, or are ``each`` in a word, whose places are worth the ``powers``."""
+    have ``bits`` bits each, or are ``each`` in a word, whose places are worth the ``powers``.
+
+    Codes of so many ``ranks``, which are ``row`` bytes apart, are added one after the other."""
     task, block = taken(blocks)
     at, n, size = (
         block * width + tl.arange(0, width),
@@ -286,67 +301,179 @@ def from_digits(
     )
     inside = at < n
     code += entry(tasks, task, CODE)
-    if each == 0:
-        start = (at % 8) * bits
-        byte = (at // 8) * bits + start // 8
-        low = tl.load(code + byte, mask=inside, other=0).to(tl.int32)
-        high = tl.load(code + byte + 1, mask=inside & (byte + 1 < size), other=0).to(tl.int32)
-        digit = ((low | (high << 8)) >> (start % 8)) & ((1 << bits) - 1)
-        digit = tl.minimum(digit, base - 1)  # others are damage
-    else:
-        word = at // each
-        held = tl.minimum(n - word * each, each)
-        value = tl.zeros((width,), tl.uint64)
-        for i in tl.static_range(8):
-            byte = 8 * word + i
-            own = tl.load(code + byte, mask=inside & (byte < size), other=0)
-            value |= own.to(tl.uint64) << (8 * i)
-        place = held - 1 - at % each
-        power = tl.load(powers + place, mask=inside, other=1).to(tl.uint64, bitcast=True)
-        digit = ((value // power) % base).to(tl.int32)
+    heads += entry(tasks, task, HEADS)
+    out += entry(tasks, task, START)
     run = at // short(tasks, task, LENGTH)
-    scale = tl.load(heads + entry(tasks, task, HEADS) + run, mask=inside, other=0.0)
-    scale = tl.div_rn(scale, tl.full((width,), 1.0, tl.float32) * unit)
-    if listed:
-        value = tl.load(table + digit, mask=inside, other=0.0)
-    else:
-        value = (digit - zero).to(tl.float32)
-    _give(out + entry(tasks, task, START), at, inside, value * scale, how)
+    total = _known(out, at, inside, how)
+    for _ in range(ranks):
+        if each == 0:
+            start = (at % 8) * bits
+            byte = (at // 8) * bits + start // 8
+            low = tl.load(code + byte, mask=inside, other=0).to(tl.int32)
+            high = tl.load(code + byte + 1, mask=inside & (byte + 1 < size), other=0).to(tl.int32)
+            digit = ((low | (high << 8)) >> (start % 8)) & ((1 << bits) - 1)
+            digit = tl.minimum(digit, base - 1)  # others are damage
+        else:
+            word = at // each
+            held = tl.minimum(n - word * each, each)
+            held_there = tl.zeros((width,), tl.uint64)
+            for i in tl.static_range(8):
+                byte = 8 * word + i
+                own = tl.load(code + byte, mask=inside & (byte < size), other=0)
+                held_there |= own.to(tl.uint64) << (8 * i)
+            place = held - 1 - at % each
+            power = tl.load(powers + place, mask=inside, other=1).to(tl.uint64, bitcast=True)
+            digit = ((held_there // power) % base).to(tl.int32)
+        scale = tl.load(heads + run, mask=inside, other=0.0)
+        scale = tl.div_rn(scale, tl.full((width,), 1.0, tl.float32) * unit)
+        if listed:
+            value = tl.load(table + digit, mask=inside, other=0.0)
+        else:
+            value = (digit - zero).to(tl.float32)
+        total = _given(total, value * scale, how)
+        code += row
+        heads += row // 4
+    tl.store(out + at, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ranks", "row"])
 def from_bits(
-    code, heads, one, out, tasks, blocks,
+    code, heads, one, out, tasks, blocks, ranks, row,
     constant: tl.constexpr, paired: tl.constexpr, how: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Write one of two levels for each bit, or add it, or take it off: of the ``paired`` heads
     of its run, where the first bit of a byte is its highest; or the head of the task, or the
-    ``constant`` that is ``one``, and its negative."""
+    ``constant`` that is ``one``, and its negative; ``ranks`` and ``row`` as in
+    :func:`from_digits`."""
     task, block = taken(blocks)
     at = block * width + tl.arange(0, width)
     inside, place = at < short(tasks, task, N), at % 8
     if paired:
         place = 7 - place
     code += entry(tasks, task, CODE)
-    bit = (tl.load(code + at // 8, mask=inside, other=0).to(tl.int32) >> place) & 1
     heads += entry(tasks, task, HEADS)
-    if paired:
-        run = at // short(tasks, task, LENGTH)
-        value = tl.load(heads + 2 * run + bit, mask=inside, other=0.0)
-    else:
-        level = tl.load(one if constant else heads)
-        value = tl.where(bit != 0, level, -level)
-    _give(out + entry(tasks, task, START), at, inside, value, how)
+    out += entry(tasks, task, START)
+    run = at // short(tasks, task, LENGTH)
+    total = _known(out, at, inside, how)
+    for _ in range(ranks):
+        bit = (tl.load(code + at // 8, mask=inside, other=0).to(tl.int32) >> place) & 1
+        if paired:
+            value = tl.load(heads + 2 * run + bit, mask=inside, other=0.0)
+        else:
+            level = tl.load(one if constant else heads)
+            value = tl.where(bit != 0, level, -level)
+        total = _given(total, value, how)
+        code += row
+        heads += row // 4
+    tl.store(out + at, total, mask=inside)
 
 
-@triton.jit
-def from_natural(code, out, tasks, blocks, how: tl.constexpr, width: tl.constexpr):
-    """Write powers of two, or add them, or take them off."""
+@triton.jit(do_not_specialize=["ranks", "row"])
+def from_natural(code, out, tasks, blocks, ranks, row, how: tl.constexpr, width: tl.constexpr):
+    """Write powers of two, or add them, or take them off; ``ranks`` and ``row`` as in
+    :func:`from_digits`."""
     task, block = taken(blocks)
     at, n = block * width + tl.arange(0, width), short(tasks, task, N)
     inside = at < n
     code += entry(tasks, task, CODE)
-    exponent = tl.load(code + at, mask=inside, other=0).to(tl.int32)
-    sign = (tl.load(code + n + at // 8, mask=inside, other=0).to(tl.int32) >> (at % 8)) & 1
-    value = ((exponent << 23) | (sign << 31)).to(tl.float32, bitcast=True)
-    _give(out + entry(tasks, task, START), at, inside, value, how)
+    out += entry(tasks, task, START)
+    total = _known(out, at, inside, how)
+    for _ in range(ranks):
+        exponent = tl.load(code + at, mask=inside, other=0).to(tl.int32)
+        sign = (tl.load(code + n + at // 8, mask=inside, other=0).to(tl.int32) >> (at % 8)) & 1
+        value = ((exponent << 23) | (sign << 31)).to(tl.float32, bitcast=True)
+        total = _given(total, value, how)
+        code += row
+    tl.store(out + at, total, mask=inside)
+
+
+# -- flags of messages ----------------------------------------------------------------------------
+
+
+@triton.jit
+def mark(notes, runs, frames, places, messages):
+    """Write into all messages whether a tensor's values are finite.  ``runs`` are the first one of
+    each tensor, and the one behind its last; ``places`` are those of the messages' flags."""
+    t = tl.program_id(0)
+    infinite = 0
+    for run in range(tl.load(runs + t), tl.load(runs + t + 1)):
+        infinite |= tl.load(notes + NOTES * run + INFINITE)
+    for message in range(messages):
+        to = frames + tl.load(places + message) + t
+        tl.store(to, tl.where(infinite != 0, NOT_FINITE, FINE).to(tl.uint8))
+
+
+@triton.jit
+def mark_sums(notes, owned, arrived, row, flags, ranks, reply):
+    """Write into the message of the sums of a rank's own shards what its codes mean.  ``owned`` is
+    the number of each tensor's shard, or -1; ``flags`` the place of these in all messages."""
+    t = tl.program_id(0)
+    run = tl.load(owned + t)
+    if run >= 0:
+        infinite = tl.load(notes + NOTES * run + INFINITE)
+        theirs = arrived + flags + t
+        for _ in range(ranks):
+            infinite |= (tl.load(theirs) == NOT_FINITE).to(tl.int32)
+            theirs += row
+        left = tl.load(notes + NOTES * run + LEFT)
+        flag = tl.where(infinite != 0, NOT_FINITE, tl.where(left != 0, OVERFLOWS, FINE))
+        tl.store(reply + flags + t, flag.to(tl.uint8))
+
+
+@triton.jit
+def decide(arrived, places, messages, runs, message_of, known, fine, is_whole: tl.constexpr):
+    """Note which runs' codes mean numbers, and of which tensors states become the new ones.
+    ``arrived`` are messages with their flags at ``places``; ``message_of`` says in which one the
+    code of a run is, or of whole tensors in all."""
+    t = tl.program_id(0)
+    infinite, others = 0, 0
+    for message in range(messages):
+        flag = tl.load(arrived + tl.load(places + message) + t)
+        infinite |= (flag == NOT_FINITE).to(tl.int32)
+        others |= (flag != FINE).to(tl.int32)
+    for run in range(tl.load(runs + t), tl.load(runs + t + 1)):
+        flag = NOT_FINITE * infinite
+        if not is_whole:
+            own = arrived + tl.load(places + tl.load(message_of + run)) + t
+            flag = tl.load(own).to(tl.int32)
+        tl.store(known + run, tl.where(flag != NOT_FINITE, 1, 0))
+    if is_whole:
+        others = infinite
+    tl.store(fine + t, 1 - others)
+
+
+@triton.jit
+def _is(flags, number, notes, looks: tl.constexpr):
+    """A flag, which with ``looks`` a note of what is not finite denies."""
+    flag = tl.load(flags + number) != 0
+    if looks:
+        flag = flag & (tl.load(notes + NOTES * number + INFINITE) == 0)
+    return flag
+
+
+@triton.jit(do_not_specialize=["size"])
+def write_means(addresses, x, known, tasks, blocks, size, width: tl.constexpr):
+    """Write a block of what a run adds up to, divided by a number, if that is ``known``."""
+    task, block = taken(blocks)
+    at = block * width + tl.arange(0, width)
+    inside = at < short(tasks, task, N)
+    total = tl.load(x + entry(tasks, task, START) + at, mask=inside, other=0.0)
+    mean = tl.div_rn(total, tl.full((width,), size, tl.float32))
+    mean = tl.where(tl.load(known + task) != 0, mean, float("nan"))
+    to = tl.load(addresses + task).to(tl.pointer_type(tl.float32))
+    tl.store(to + at, mean, mask=inside)
+
+
+@triton.jit
+def write_states(
+    addresses, x, fine, tensors, notes, tasks, blocks, looks: tl.constexpr, width: tl.constexpr
+):
+    """Write a block of the state of a run, which is ``x``, if its tensor is ``fine``; else it is
+    what it was, within range."""
+    task, block = taken(blocks)
+    at = block * width + tl.arange(0, width)
+    inside = at < short(tasks, task, N)
+    new = tl.load(x + entry(tasks, task, START) + at, mask=inside, other=0.0)
+    to = tl.load(addresses + task).to(tl.pointer_type(tl.float32)) + at
+    old = in_range(tl.load(to, mask=inside, other=0.0))
+    tl.store(to, tl.where(_is(fine, tl.load(tensors + task), notes, looks), new, old), mask=inside)

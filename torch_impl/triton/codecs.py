@@ -18,7 +18,7 @@ from hvd_compress.codecs import Codec
 from hvd_compress.kernels import is_compiled
 from hvd_compress.kernels.codecs import Signs, move, place_of, skip, words_of
 
-from ..backend import from_numpy, to_numpy
+from ..backend import from_numpy
 from . import code_loops as loops
 from .codec_kernels import ADD, INFINITE, LEFT, NOTES, TAKE_OFF, WRITE
 from .tasks import Layout
@@ -30,13 +30,28 @@ _Random = np.random.Generator
 
 class Codes:
     """The codes of runs of elements of a flat array, all at once; codecs differ in the length of
-    their runs at most."""
+    their runs at most.
 
-    def __init__(self, codecs: Sequence[Codec], spans: Sequence[slice], like: torch.Tensor) -> None:
+    Args:
+        codecs, spans: of the runs.
+        like: a tensor on the GPU.
+        places: the first byte of each run's code, multiples of 4; ``None``: they are end to end.
+
+    Attributes:
+        layout: the tables of the kernels.
+    """
+
+    def __init__(
+        self,
+        codecs: Sequence[Codec],
+        spans: Sequence[slice],
+        like: torch.Tensor,
+        places: Sequence[int] | None = None,
+    ) -> None:
         self._loops = loops.loops_of(codecs[0])
         pairs = zip(codecs, spans, strict=True)
-        self._layout = Layout([loops.span_of(codec, own) for codec, own in pairs], like)
-        self._codes, self._like = self._layout.codes, self._layout.tasks
+        self.layout = Layout([loops.span_of(codec, own) for codec, own in pairs], like, places)
+        self._codes, self._like = self.layout.codes, self.layout.tasks
 
     @staticmethod
     def takes(codec: Codec, n: int, once: bool = True) -> bool:
@@ -57,39 +72,54 @@ class Codes:
         """Return whether kernels can go on in a generator's stream."""
         return not self.draws or self._place_of(random) is not None
 
-    def encode(self, x: torch.Tensor, randoms: Sequence[_Random | None]) -> Made:
-        """Return the codes of ``x``, given the generator of each run.
+    def encode(
+        self,
+        x: torch.Tensor,
+        randoms: Sequence[_Random | None],
+        codes: torch.Tensor | None = None,
+    ) -> Made:
+        """Return the codes of ``x``, given the generator of each run; in memory of their own, or
+        where ``codes`` are.
 
         Raises:
             ValueError: kernels can draw nothing from a generator.
         """
         draws = self._drawn(randoms) if self.draws else None
-        nbytes, n = self._layout.nbytes, len(self._layout)
-        room = torch.empty(nbytes + 4 * NOTES.value * n, dtype=torch.uint8, device=x.device)
+        nbytes = self.layout.nbytes if codes is None else 0
+        size = nbytes + 4 * NOTES.value * len(self.layout)
+        room = torch.empty(size, dtype=torch.uint8, device=x.device)
         notes = room[nbytes:].view(torch.int32)
         notes.zero_()
-        tasks = loops.Tasks(x, self._layout, draws, notes)
+        tasks = loops.Tasks(x, self.layout, draws, notes)
+        codes = room[:nbytes] if codes is None else codes
         with torch.cuda.device_of(x):
-            loops.encode(self._loops, tasks, room[:nbytes])
-        return Made(self._loops, tasks, room)
+            loops.encode(self._loops, tasks, codes)
+        return Made(self._loops, tasks, codes, room)
+
+    def read(
+        self, codes: torch.Tensor, out: torch.Tensor, add: bool = False, ranks: int = 1
+    ) -> None:
+        """Write what codes on the GPU decode to, or add those of so many ranks one after the
+        other."""
+        with torch.cuda.device_of(out):
+            loops.decode(self._loops, self.layout, codes, out, ADD if add else WRITE, ranks)
+
+    def finite(self, x: torch.Tensor) -> torch.Tensor:
+        """Return notes of which runs of ``x`` are not finite."""
+        notes = torch.zeros(NOTES.value * len(self.layout), dtype=torch.int32, device=x.device)
+        with torch.cuda.device_of(x):
+            loops.look(loops.Tasks(x, self.layout, None, notes), INFINITE)
+        return notes
 
     def decode(self, codes: Sequence[np.ndarray], out: torch.Tensor, add: bool = False) -> None:
         """Write what the codes of all runs decode to, or add it."""
-        nbytes = self._layout.nbytes
+        nbytes = self.layout.nbytes
         room = torch.empty(nbytes, dtype=torch.uint8, pin_memory=out.is_cuda)
         on_host = room.numpy()
         for own, code in zip(self._codes, codes, strict=True):
             on_host[own] = code
         moved = room.to(out.device, non_blocking=True)
-        with torch.cuda.device_of(out):
-            loops.decode(self._loops, self._layout, moved, out, ADD if add else WRITE)
-
-    def finite(self, x: torch.Tensor) -> np.ndarray:
-        """Return which runs of ``x`` are finite; the host waits for it."""
-        notes = torch.zeros(NOTES.value * len(self._layout), dtype=torch.int32, device=x.device)
-        with torch.cuda.device_of(x):
-            loops.look(loops.Tasks(x, self._layout, None, notes), INFINITE)
-        return to_numpy(notes).reshape(-1, NOTES.value)[:, INFINITE.value] == 0
+        self.read(moved, out, add)
 
     def _place_of(self, random: _Random | None) -> Any:
         if random is None:
@@ -100,7 +130,7 @@ class Codes:
         """Return the place in its stream of each run, of runs that share a generator one behind the
         other."""
         rows, places, drawn = [], {}, {}
-        for random, n in zip(randoms, self._layout.sizes, strict=True):
+        for random, n in zip(randoms, self.layout.sizes, strict=True):
             number = id(random)
             if number not in places:
                 places[number], drawn[number] = self._place_of(random), 0
@@ -113,10 +143,18 @@ class Codes:
 
 
 class Made:
-    """Codes that were made, in the memory of a GPU."""
+    """Codes that were made, in the memory of a GPU.
 
-    def __init__(self, own: Any, tasks: loops.Tasks, room: torch.Tensor) -> None:
-        self._loops, self._tasks, self._room = own, tasks, room
+    Attributes:
+        notes: of each run, whether it and what is left of it was finite, and how many zeros were
+            drawn for.
+    """
+
+    def __init__(
+        self, own: Any, tasks: loops.Tasks, codes: torch.Tensor, room: torch.Tensor
+    ) -> None:
+        self._loops, self._tasks, self._codes, self._room = own, tasks, codes, room
+        self.notes = tasks.notes
 
     def decode(self, out: torch.Tensor) -> None:
         """Write what they decode to, each run where its elements are."""
@@ -132,8 +170,7 @@ class Made:
             loops.look(self._tasks._replace(x=left), LEFT)
 
     def arrived(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """Return the codes of each run, and of each whether it and what is left of it was finite,
-        and how many zeros were drawn for.  The host waits for it."""
+        """Return the codes of each run, and the notes.  The host waits for it."""
         on_host = torch.empty_like(self._room, device="cpu", pin_memory=self._room.is_cuda)
         arrived = on_host.copy_(self._room).numpy()
         layout = self._tasks.layout
@@ -141,9 +178,8 @@ class Made:
         return [arrived[own] for own in layout.codes], notes
 
     def _decode(self, out: torch.Tensor, how: Any) -> None:
-        layout = self._tasks.layout
         with torch.cuda.device_of(out):
-            loops.decode(self._loops, layout, self._room[: layout.nbytes], out, how)
+            loops.decode(self._loops, self._tasks.layout, self._codes, out, how)
 
 
 def placed(codec: Codec, like: torch.Tensor) -> CoderOnDevice | None:

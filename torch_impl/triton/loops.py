@@ -26,9 +26,10 @@ from hvd_compress.wire.header import Header, Kind, length_tag
 from ..backend import from_numpy
 from . import kernels, low_rank
 from .codecs import Codes, placed
+from .codes_step import CodesStep
 from .dense import SumStep
 
-__all__ = ["Codes", "SumStep", "TopKStep", "low_rank", "placed", "stream"]
+__all__ = ["Codes", "CodesStep", "SumStep", "TopKStep", "low_rank", "placed", "stream"]
 
 #: elements of a block, and candidates that it has room for
 WIDTH, ROOM = 4096, 256

@@ -37,17 +37,25 @@ class Span(NamedTuple):
 class Layout:
     """Tables of tasks, in the memory of the GPU of ``like``.
 
+    Args:
+        spans: the tasks.
+        like: a tensor on the GPU.
+        places: the first byte of each code, multiples of 4; ``None``: they are end to end.
+
     Attributes:
         sizes: the elements of each task.
         codes: the bytes of its code, heads first, in an array of ``nbytes``.
         tasks: the table.
     """
 
-    def __init__(self, spans: Sequence[Span], like: torch.Tensor) -> None:
+    def __init__(
+        self, spans: Sequence[Span], like: torch.Tensor, places: Sequence[int] | None = None
+    ) -> None:
         self.sizes = [span.stop - span.start for span in spans]
         self.codes: list[slice] = []
         self._device, rows, at = like.device, [], 0
-        for start, stop, length, heads, size in spans:
+        for i, (start, stop, length, heads, size) in enumerate(spans):
+            at = at if places is None else places[i]
             behind = at + 4 * heads * triton.cdiv(stop - start, length)
             rows.append((start, stop - start, length, at // 4, behind, size))
             self.codes.append(slice(at, behind + size))
