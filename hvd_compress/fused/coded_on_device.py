@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Generator, Hashable, Sequence
 from typing import Any
 
-from hvd_compress.base import Array, Context, Spec
-from hvd_compress.fused.coded_plan import OWNED, CodedPlan, Message
+from hvd_compress.base import Context, Spec
+from hvd_compress.fused.coded_plan import OWNED, CodedPlan
 from hvd_compress.fused.in_place import Arrays
-from hvd_compress.fused.on_device import carried
+from hvd_compress.fused.on_device import gathered, scattered
 from hvd_compress.kernels import loops_of
-from hvd_compress.requests import Alltoall, Collective, Gather, Request
+from hvd_compress.requests import Request
 from hvd_compress.times import phase
 
 _R = "residual"
@@ -35,30 +35,17 @@ class CodedOnDevice(CodedPlan):
             if owned is not None:
                 self.look(owned.arrays)
             frames = self._step.encode(x, residuals, self.randoms(self.runs, step))
+        seals, checks = [m.seal for m in self.messages], [m.opened for m in self.replies]
         if owned is None:
-            request: Collective = Gather(frames[0], equal_sizes=True)
-            arriving = self.messages * self.size
-            arrived = yield from self._carried(request, frames, self.messages, arriving, step)
+            arrived = yield from gathered(frames[0], seals[0], checks * self.size, step)
         else:
-            request, arriving = Alltoall(frames), [self.messages[self.rank]] * self.size
-            arrived = yield from self._carried(request, frames, self.messages, arriving, step)
+            check = self.messages[self.rank].opened
+            arrived = yield from scattered(frames, seals, check, step)
             with phase("add_up"):
                 reply = self._step.add_up(arrived, owned, self.randoms(self.mine, step, 1))
-            request, sent = Gather(reply, self.equal_sizes), [self.replies[self.rank]]
-            arrived = yield from self._carried(request, [reply], sent, self.replies, step)
+            seal = self.replies[self.rank].seal
+            arrived = yield from gathered(reply, seal, checks, step, self.equal_sizes)
         with phase("add_up"):
             self._step.settle(arrived, out, residuals, owned)
         # Where that is not so, states are those of before already.
         return [True] * len(self.sizes)
-
-    def _carried(
-        self,
-        request: Collective,
-        frames: Sequence[Array],
-        sent: Sequence[Message],
-        arriving: Sequence[Message],
-        step: Context,
-    ) -> Generator[Request, Any, Array]:
-        """Return what arrives, given the layouts of what is sent and of what arrives."""
-        seals, checks = ([m.seal for m in sent], [m.opened for m in arriving])
-        return (yield from carried(request, frames, seals, checks, step))

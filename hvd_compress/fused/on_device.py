@@ -1,56 +1,57 @@
-"""Messages that are made in a device's memory, and read there."""
+"""Messages that are made in a device's memory, and read there.
+
+Where engines read that memory, nobody waits.  Others get copies with headers, by which damage is
+noticed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
-from hvd_compress.requests import Collective, Gather, Request
-from hvd_compress.wire.header import Header, failing, opened
+from hvd_compress.requests import Alltoall, Collective, Gather, Request
 
-_CAUSES = (
-    "the ranks do not run the same version with the same compression options, or some have no GPU"
-)
+#: writes the header of a message; and raises an error if that of a rank, given its number, is not
+#: what was expected
+Seal: TypeAlias = Callable[[np.ndarray], Any]
+Check: TypeAlias = Callable[[np.ndarray, int], Any]
 
 
-def gathered(message: Array, header: Header, step: Context) -> Generator[Request, Any, Array]:
-    """Return the messages of all ranks, which have equal sizes, end to end where ``message`` is.
+def gathered(
+    message: Array, seal: Seal, checks: Sequence[Check], step: Context, equal_sizes: bool = True
+) -> Generator[Request, Any, Array]:
+    """Return the messages of all ranks, end to end where ``message`` is.
 
     Raises:
         PayloadError: a message is damaged, or was made with other options.
     """
-    size = backend_of(message).size(message)
-
-    def check(frame: np.ndarray, rank: int) -> None:
-        fail = failing(f"rank {rank}", _CAUSES)
-        if opened(frame, header.kind, fail=fail) != header or frame.size != size:
-            raise fail(f"no header of {header.number} entries, or not {size} bytes")
-
-    request = Gather(message, equal_sizes=True)
-    return (yield from carried(request, [message], [header.seal], [check] * step.size, step))
+    request = Gather(message, equal_sizes)
+    return (yield from _carried(request, [message], [seal], checks, step))
 
 
-def carried(
+def scattered(
+    messages: Sequence[Array], seals: Sequence[Seal], check: Check, step: Context
+) -> Generator[Request, Any, Array]:
+    """Send a message to each rank, and return those for this one, end to end where they are.
+
+    Raises:
+        PayloadError: as of :func:`gathered`.
+    """
+    request = Alltoall(messages)
+    return (yield from _carried(request, messages, seals, [check] * step.size, step))
+
+
+def _carried(
     request: Collective,
     messages: Sequence[Array],
-    seals: Sequence[Callable[[np.ndarray], Any]],
-    checks: Sequence[Callable[[np.ndarray, int], Any]],
+    seals: Sequence[Seal],
+    checks: Sequence[Check],
     step: Context,
 ) -> Generator[Request, Any, Array]:
-    """Send messages, which a request has, and return what arrives, end to end where they are.
-
-    Where engines read that memory, nobody waits.  Others get copies with headers, by which damage
-    is noticed.
-
-    Args:
-        seals: write the header of each message.
-        checks: raise an error if what has come from a rank, whose number they are given, is
-            damaged.
-    """
     xp, like = backend_of(messages[0]), messages[0]
     if step.reads_device:
         return xp.concat((yield request))

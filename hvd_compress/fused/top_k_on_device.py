@@ -41,7 +41,9 @@ class TopKOnDevice(InPlacePlan):
         with phase("search"):
             momenta = form.momenta_of(arrays.momenta)
             message = self._step.encode(arrays.columns, momenta, form.nesterov)
-        everything = yield from gathered(message, self._step.layout.header, step)
+        layout = self._step.layout
+        seal, checks = layout.header.seal, [layout.opened] * self.size
+        everything = yield from gathered(message, seal, checks, step)
         with phase("add_up"):
             dtypes = None if set(arrays.dtypes) == {"float32"} else arrays.dtypes
             masking = form.correction is not None and form.correction.masking

@@ -17,7 +17,7 @@ from hvd_compress.agreement import agreement
 from hvd_compress.base import Context
 from hvd_compress.engines.lockstep import World, replies_to
 from hvd_compress.errors import MismatchError, PayloadError
-from hvd_compress.fused.on_device import gathered
+from hvd_compress.fused.on_device import gathered, scattered
 from hvd_compress.integrations import environment
 from hvd_compress.meetings.averaging import whole
 from hvd_compress.methods.rows import as_rows, exchange_rows
@@ -28,7 +28,7 @@ from hvd_compress.systems.base import StepContext
 from hvd_compress.systems.graphs.base import mix, network_of
 from hvd_compress.systems.teachers import exchanges
 from hvd_compress.wire.content import decode_bytes, decode_end_to_end, encode_bytes
-from hvd_compress.wire.header import Header, Kind
+from hvd_compress.wire.header import Header, Kind, failing, opened
 from tests.core.test_rows import merged
 from tests.method_table import ROWS
 
@@ -72,9 +72,14 @@ def of_rows(rank, text):
 
 
 def of_device(rank):
-    message, header = np.zeros(48, np.uint8), Header(Kind.BLOCKS, 0, 0, 7, 5)
-    message[16:] = rank
-    return gathered(message, header, Context(rank=rank, size=SIZE))
+    header, context = Header(Kind.BLOCKS, 0, 0, 7, 5), Context(rank=rank, size=SIZE)
+
+    def check(frame, sender):
+        assert opened(frame, Kind.BLOCKS, fail=failing(f"rank {sender}", "more")) == header
+
+    frames = [np.full(48, rank + 10 * to, np.uint8) for to in range(SIZE)]
+    yield from scattered(frames, [header.seal] * SIZE, check, context)
+    yield from gathered(frames[0], header.seal, [check] * SIZE, context)
 
 
 #: exchanges beside those of methods; errors call their messages by the first word

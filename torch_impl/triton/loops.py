@@ -21,7 +21,7 @@ import torch
 
 from hvd_compress.kernels import Column
 from hvd_compress.kernels.arrays import Momentum, momenta_of
-from hvd_compress.wire.header import Header, Kind, length_tag
+from hvd_compress.wire.header import Header, Kind, failing, length_tag, opened
 
 from ..backend import from_numpy
 from . import kernels, low_rank
@@ -39,6 +39,9 @@ _CHUNK = 128
 _DIGITS = ((20, 11), (10, 10), (0, 10))
 #: products and sums are not contracted, since the bits must be those of NumPy
 _EXACT = {"enable_fp_fusion": False}
+_CAUSES = (
+    "the ranks do not run the same version with the same compression options, or some have no GPU"
+)
 #: the smallest magnitudes that are infinite when they are rounded to a dtype
 _LIMITS = {"float32": np.inf, "float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119}
 
@@ -64,6 +67,16 @@ class Message:
         self.nbytes = _padded(self.places.stop, 16)
         is_half = values == "float16"
         self.header = Header(Kind.BLOCKS, int(is_half), 0, length_tag(n), entries % 2**32)
+
+    def opened(self, frame: np.ndarray, sender: int) -> None:
+        """Look at the header of a message that arrived.
+
+        Raises:
+            PayloadError: it is damaged, or was made with other options than this rank's.
+        """
+        fail = failing(f"rank {sender}", _CAUSES)
+        if opened(frame, Kind.BLOCKS, fail=fail) != self.header or frame.size != self.nbytes:
+            raise fail(f"no header of {self.header.number} entries, or not {self.nbytes} bytes")
 
 
 class TopKStep:
