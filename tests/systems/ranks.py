@@ -24,6 +24,7 @@ from tests.systems.servers.simulation import Simulation
 
 SIZE, LR = 4, 0.1
 NAMES = ("a", "b", "c")
+SHAPE = (2, 3)  # a matrix, for what works on those
 
 
 class Meeting:
@@ -133,8 +134,8 @@ class _OnThreads:
         self.method, self.size, self._meeting = method, size, Meeting(size)
         self.engines = [ThreadEngine(self._meeting, rank) for rank in range(size)]
         self.owners = self._meeting.run(lambda rank: self.owner(method, self.engines[rank]))
-        self.targets = [{n: random.normal(size=5) for n in names} for _ in range(size)]
-        self.x = [{n: np.full(5, spread * rank) for n in names} for rank in range(size)]
+        self.targets = [{n: random.normal(size=SHAPE) for n in names} for _ in range(size)]
+        self.x = [{n: np.full(SHAPE, spread * rank) for n in names} for rank in range(size)]
         self.kept = [{} for _ in range(size)]  # that are frozen
 
     def run(self, steps):
@@ -148,7 +149,7 @@ class _OnThreads:
         return self
 
     def spoil(self, rank):
-        self.x[rank]["b"] = np.full(5, np.nan)
+        self.x[rank]["b"] = np.full(SHAPE, np.nan)
 
     def freeze(self, *names):
         """Train these no longer, and return what they are at."""
@@ -204,6 +205,10 @@ class Trained(_OnThreads):
         self.kept = self._meeting.run(lambda rank: self.owners[rank].freeze(self.kept[rank]))
         return self.frozen()
 
+    def tested(self):
+        """Return what would be tested, by rank."""
+        return self._meeting.run(lambda rank: self.owners[rank].consensus(self.x[rank]))
+
     def load(self, owner, saved, x):
         owner.load_state_dict(saved)
 
@@ -253,8 +258,8 @@ class Served:
     def __init__(self, rules, size=SIZE, names=NAMES, spread=0.0):
         random = np.random.default_rng(0)
         self.size, self._bad, self._frozen = size, None, set()
-        self.targets = [{n: random.normal(size=5) for n in names} for _ in range(size)]
-        start = {n: np.zeros(5) for n in names}
+        self.targets = [{n: random.normal(size=SHAPE) for n in names} for _ in range(size)]
+        start = {n: np.zeros(SHAPE) for n in names}
         self.sim = Simulation(start, self._gradient, size, rules, SGD(LR))
 
     def _gradient(self, worker, x, step):

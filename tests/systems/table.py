@@ -92,6 +92,8 @@ ROUNDS = (
     dataclasses.replace(_local(2, compression=TOP_K), equal_after=2, starts_equal=True, alone=None),
     _outer(SlowMo(sync_every=2, momentum=0.3)),
     _outer(DiLoCo(sync_every=2)),
+    _outer(DiLoCo(sync_every=2, compression="linear")),
+    _outer(DiLoCo(sync_every=2, compression="powersgd:rank=1,min_compression_rate=1")),
     _outer(DiLoCo(OuterSGD(0.7, 0.5), sync_every=4, fragments=2, delay=1, mix=0.5), 0),
     _outer(SparseLoCo(sync_every=2, density=0.5)),
     _leaders(),

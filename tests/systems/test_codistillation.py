@@ -25,6 +25,7 @@ from hvd_compress.systems.teachers.exchanges import (
     fingerprint_of,
 )
 from hvd_compress.systems.teachers.losses import LOSSES, log_softmax, target
+from tests.systems.ranks import Meeting, Model, ThreadEngine
 
 # -- losses ---------------------------------------------------------------------------------------
 
@@ -170,6 +171,15 @@ def test_places_share_the_examples():
         CoordinatedSampler(10, place=3, places=3)
     with pytest.raises(ConfigError, match="examples"):
         CoordinatedSampler([])
+
+
+def test_groups_see_the_same_examples_and_share_them():
+    method = Codistillation("predictions", groups=2)
+    owners = [Model(method, ThreadEngine(Meeting(4), rank)) for rank in range(4)]
+    one, other, *second_group = [list(owner.sampler(11, seed=1)) for owner in owners]
+    assert [one, other] == second_group
+    assert len(one) == len(other) == 5
+    assert len({*one, *other}) == 10
 
 
 # -- who with whom --------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.integrations.exports import SYSTEMS
 from hvd_compress.systems import Coordinator, Ranks, graphs, rounds
 from hvd_compress.systems.graphs import LEAD
-from hvd_compress.systems.rounds import LeaderSGD
-from tests.systems.ranks import LR, NAMES, SIZE, Served, Trained
+from hvd_compress.systems.rounds import EASGD, LeaderSGD
+from tests.systems.ranks import LR, NAMES, SHAPE, SIZE, Served, Trained
 from tests.systems.table import GRAPHS, ROUNDS, SERVERS, TABLE, TEACHERS
 
 
@@ -55,7 +55,7 @@ def test_the_mean_is_kept(row):
     """It moves as if the ranks were one, whatever they tell each other."""
     ranks = row.ranks(row.method).run(7)
     mean = {n: np.mean([own[n] for own in ranks.x], 0) for n in NAMES}
-    check_close(mean, plainly(ranks, {n: np.zeros(5) for n in NAMES}, 7))
+    check_close(mean, plainly(ranks, {n: np.zeros(SHAPE) for n in NAMES}, 7))
 
 
 @law([row for row in TABLE if row.equal_after])
@@ -71,7 +71,7 @@ def test_ranks_are_equal_where_that_is_promised(row):
 @law([row for row in TABLE if row.alone is not None])
 def test_one_rank_trains_plainly(row):
     ranks = row.ranks(row.alone, 1).run(9)
-    check_close(ranks.x[0], plainly(ranks, {n: np.zeros(5) for n in NAMES}, 9))
+    check_close(ranks.x[0], plainly(ranks, {n: np.zeros(SHAPE) for n in NAMES}, 9))
     if row.has_models:
         assert ranks.counted() == ([0], [0]), "there is nobody to learn from"
 
@@ -181,6 +181,18 @@ def test_ranks_that_begin_apart_are_told(row):
         assert bool(first) == any(other != first for other in others)
 
 
+@law([row for row in TABLE if row.starts_equal])
+def test_ranks_that_loaded_states_that_differ_are_told(row):
+    ranks = row.ranks(row.method).run(3)
+    for owner, x in zip(ranks.owners, ranks.x, strict=True):
+        ranks.load(owner, owner.state_dict(), x)
+    for arrays in ranks.owners[1].state.values():
+        for x in arrays.values():
+            x += 1
+    with pytest.raises(MismatchError, match="weights at the start"):
+        ranks.run(8)
+
+
 @law([row for row in TABLE if row.ranks is not Served])
 def test_ranks_that_are_not_equally_far_are_told(row):
     ranks = row.ranks(row.method).run(8)
@@ -194,6 +206,24 @@ def test_bytes_are_exact(row):
     said, counted = row.ranks(row.method).run(9).counted()
     assert said == counted
     assert sum(said) > 0
+
+
+@law([row for row in TABLE if row.ranks is Trained])
+def test_what_is_tested_is_no_step(row):
+    """Its bytes are counted, and steps and exchanges are not."""
+    ranks = row.ranks(row.method).run(7)
+    (before, _), steps = ranks.counted(), [owner.stats().total.steps for owner in ranks.owners]
+    exchanges = [owner.exchanges for owner in ranks.owners]
+    tested = ranks.tested()
+    for own in tested[1:]:
+        for name, x in own.items():
+            np.testing.assert_array_equal(x, tested[0][name])
+    said, counted = ranks.counted()
+    assert said == counted
+    # A centre is there already.
+    assert said == before if isinstance(row.method, EASGD) else sum(said) > sum(before)
+    assert [owner.stats().total.steps for owner in ranks.owners] == steps
+    assert [owner.exchanges for owner in ranks.owners] == exchanges
 
 
 @law([row for row in TABLE if row.ranks is Trained])
