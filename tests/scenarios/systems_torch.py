@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import warnings
 from typing import Any
@@ -11,11 +12,19 @@ import numpy as np
 import torch
 
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
-from hvd_compress.systems import graphs, rounds
+from hvd_compress.systems import Ranks, graphs, rounds
 from hvd_compress.systems.graphs import l1, simulate
 from tests.scenarios import applies
-from tests.scenarios.common import assert_close, assert_same_everywhere, loss_of, make_model, sgd
-from tests.scenarios.driver import barrier, hvd, raises
+from tests.scenarios.common import (
+    LR,
+    assert_close,
+    assert_same_everywhere,
+    loss_of,
+    make_model,
+    sgd,
+)
+from tests.scenarios.driver import barrier, hvd, is_mpi, raises
+from tests.scenarios.systems import METHODS, STEPS
 
 GRAPHS = (
     *(hvd.Diffusion("line"), hvd.DGD("star"), hvd.EXTRA("cycle")),
@@ -72,6 +81,48 @@ def every_graph_gives_the_bits_of_the_simulation() -> None:
             step()
         expected = simulate(method, lambda rank, x, _: x - targets[rank], _points(1), 6, RATE)
         np.testing.assert_array_equal(x.detach().numpy(), expected[hvd.rank()])
+
+
+def _models_of_all_ranks(method: Any, steps: range, make: Any) -> list[Any]:
+    """Trained in this process by plain optimizers and the lockstep world."""
+    world = Ranks(method, hvd.size())
+    models = [make_model() for _ in range(hvd.size())]
+    optimizers = [make(model) for model in models]
+    rates = {name: LR for name, _ in models[0].named_parameters()}
+
+    @torch.no_grad()
+    def moved(function: Any, **known: Any) -> None:
+        before = [{n: p.detach().clone() for n, p in m.named_parameters()} for m in models]
+        for model, after in zip(models, function(before, **known), strict=True):
+            for name, p in model.named_parameters():
+                p.copy_(after[name])
+
+    for step in steps:
+        losses = []
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            losses.append(loss.item())
+        moved(world.before_step, losses=losses, rates=rates)
+        for optimizer in optimizers:
+            optimizer.step()
+        moved(world.after_step)
+    return models
+
+
+def local_optimizers_take_the_steps_of_the_lockstep_world() -> None:
+    """They take turns; bit for bit, unless Horovod adds in an order of its own."""
+    makers = (
+        lambda model: sgd(model, nesterov=True, weight_decay=0.01),
+        lambda model: torch.optim.AdamW(model.parameters(), LR),
+    )
+    for method, make in zip(METHODS, itertools.cycle(makers), strict=False):
+        model = make_model()
+        _train(model, _distributed(method, model, make(model)), range(STEPS))
+        expected = _models_of_all_ranks(method, range(STEPS), make)[hvd.rank()]
+        is_exact = is_mpi or isinstance(method, graphs.DecentralizedMethod)
+        assert_close(model, expected, *((0, 0) if is_exact else ()))
 
 
 def a_broadcast_lets_all_ranks_begin_anew() -> None:
