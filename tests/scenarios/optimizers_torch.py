@@ -113,6 +113,21 @@ def consolidated_checkpoints_serve_all_ranks() -> None:
         assert_same_everywhere(model)
 
 
+def zero_one_adam_goes_on_from_what_rank_0_saved_after_a_synchronization() -> None:
+    model, optimizer = _run("ZeroOneAdam")
+    train(model, optimizer, range(27))
+    optimizer.synchronize_parameters()
+    optimizer.consolidate_state_dict()
+    again, resumed = _run("ZeroOneAdam", seed=1)
+    again.load_state_dict(model.state_dict())
+    state = copy.deepcopy(optimizer.state_dict())
+    resumed.load_state_dict(hvd.broadcast_object(state, 0, name="checkpoint"))
+    for m, o in ((model, optimizer), (again, resumed)):
+        train(m, o, range(27, 33))
+        o.synchronize_parameters()
+    assert_close(again, model, rtol=0, atol=0)
+
+
 def checkpoints_of_another_kind_are_refused() -> None:
     """Before anything of them is assigned."""
     for name in ("OneBitAdam", "OneBitLAMB", "LAMB"):
