@@ -10,10 +10,8 @@ from hvd_compress.errors import UnsupportedError
 from tests.scenarios import applies
 from tests.scenarios.driver import barrier, gradients_through, hvd, is_mpi, raises, second_gradient
 
-
-def _total() -> float:
-    """The sum of r + 1 over the ranks, each of which weighs its result by that."""
-    return hvd.size() * (hvd.size() + 1) / 2
+#: the sum of r + 1 over the ranks, each of which weighs its result by that
+TOTAL = hvd.size() * (hvd.size() + 1) / 2
 
 
 def _assert_are(function: Any, x: Any, weight: Any, expected: Any, **options: Any) -> None:
@@ -27,7 +25,7 @@ def allreduce_sums_or_averages_gradients_as_it_does_tensors() -> None:
     weight, x = np.array([1.0, -2.0, 0.5], np.float32), [hvd.rank() + 1.0, 2.0, 3.0]
     factors = {"prescale_factor": 2.0, "postscale_factor": 0.25}
     for op, divisor in ((hvd.Sum, 1), (hvd.Average, hvd.size())):
-        expected = _total() / divisor * weight
+        expected = TOTAL / divisor * weight
         _assert_are(hvd.allreduce, x, weight, expected, op=op)
         _assert_are(hvd.allreduce, x, weight, expected / 2, op=op, **factors)
 
@@ -35,7 +33,7 @@ def allreduce_sums_or_averages_gradients_as_it_does_tensors() -> None:
 def gradients_of_half_precision_are_sent_in_it() -> None:
     weight = np.float32(1 + 2.0**-13)  # in half precision 1
     options = {"op": hvd.Sum, "compression": hvd.Compression.fp16}
-    _assert_are(hvd.allreduce, [1.0, 2.0], weight, [_total()] * 2, **options)
+    _assert_are(hvd.allreduce, [1.0, 2.0], weight, [TOTAL] * 2, **options)
 
 
 def a_gradient_that_depends_on_the_result() -> None:
@@ -43,7 +41,7 @@ def a_gradient_that_depends_on_the_result() -> None:
     first, second = second_gradient(
         lambda x: hvd.allreduce(x, op=hvd.Sum) ** 2 / 2, [hvd.rank() + 1.0]
     )
-    np.testing.assert_allclose(first, [hvd.size() * _total()])
+    np.testing.assert_allclose(first, [hvd.size() * TOTAL])
     np.testing.assert_allclose(second, [float(hvd.size() ** 2)])
 
 

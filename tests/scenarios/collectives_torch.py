@@ -8,12 +8,9 @@ import torch
 
 from tests.devices import DEVICE
 from tests.scenarios import applies
+from tests.scenarios.collectives import TOTAL
 from tests.scenarios.driver import hvd
 from tests.scenarios.driver_torch import backward
-
-
-def _total() -> float:
-    return hvd.size() * (hvd.size() + 1) / 2
 
 
 def a_contrastive_loss_over_all_ranks_trains_as_in_one_process() -> None:
@@ -55,7 +52,7 @@ def what_writes_into_a_tensor_is_not_seen_by_autograd() -> None:
     x = torch.tensor([hvd.rank() + 1.0], device=DEVICE, requires_grad=True)
     y = 3 * x
     assert hvd.allreduce_(y, op=hvd.Sum) is y
-    assert y.tolist() == [3 * _total()]
+    assert y.tolist() == [3 * TOTAL]
     backward(y.sum())
     assert x.grad.tolist() == [3.0]
     parameter = torch.nn.Parameter(torch.tensor([hvd.rank() + 1.0], device=DEVICE))
@@ -72,7 +69,7 @@ def integers_and_constants_need_no_gradient() -> None:
     for dtype in (torch.int64, torch.int32, torch.float64):
         x = torch.tensor([hvd.rank() + 1], dtype=dtype, device=DEVICE)
         for y, expected in (
-            (hvd.allreduce(x, op=hvd.Sum), [_total()]),
+            (hvd.allreduce(x, op=hvd.Sum), [TOTAL]),
             (hvd.allgather(x), [r + 1 for r in range(hvd.size())]),
             (hvd.broadcast(x, 0), [1]),
         ):

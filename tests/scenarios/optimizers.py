@@ -140,8 +140,10 @@ def run_of(name: str, method: Any = None, *, setup: Any = None, **options: Any) 
     return make(fits, **{"dtype": "float64", "lr": LR, "optimizer": inner, **(setup or {})})
 
 
-def _reference(name: str, steps: int, kind: str = "mlp", **options: Any) -> oracle.Weights:
-    """Return the weights of this rank after so many steps of all."""
+def _reference(
+    name: str, steps: int, kind: str = "mlp", scale: int = 1, **options: Any
+) -> oracle.Weights:
+    """Return the weights of this rank after so many steps of all, on ``scale`` times gradients."""
     row, ranks = ROWS[name], range(hvd.size())
     weights = [oracle.initial_weights(kind, "float64") for _ in ranks]
     # The layout matters: shards are parts of the flat tensor.
@@ -153,7 +155,7 @@ def _reference(name: str, steps: int, kind: str = "mlp", **options: Any) -> orac
         found = [oracle.gradients(kind, weights[rank], rank, step) for rank in ranks]
         for key, part in parts.items():
             for own, w in zip(
-                weights, part.step([turned(key, g[key]) for g in found]), strict=True
+                weights, part.step([scale * turned(key, g[key]) for g in found]), strict=True
             ):
                 own[key] = turned(key, w)
     return weights[hvd.rank()]
@@ -182,6 +184,14 @@ def they_follow_the_formulas() -> None:
         assert_close(run.weights(), _reference(name, 25, **options), 1e-8, 1e-10)
         if name != "0/1 Adam":
             _assert_ranks_agree(run, averages=method is None)
+
+
+def sums_are_averages_of_larger_gradients() -> None:
+    """With an ``eps`` that does not vanish beside them."""
+    for name in ("1-bit Adam", "0/1 Adam") if everything else ("1-bit Adam",):
+        run = train(run_of(name, eps=1e-3, setup={"op": hvd.Sum}), range(25))
+        expected = _reference(name, 25, scale=hvd.size(), eps=1e-3)
+        assert_close(run.weights(), expected, 1e-8, 1e-10)
 
 
 def zero_one_adam_follows_its_formulas_between_synchronizations_too() -> None:

@@ -11,6 +11,7 @@ from tests.scenarios import applies, oracle
 from tests.scenarios.driver import (
     assert_close,
     assert_same_everywhere,
+    barrier,
     embedding_of,
     hvd,
     make,
@@ -163,3 +164,17 @@ def several_backward_passes() -> None:
     run = _run(NoCompression(rows="top:0.3"), backward_passes_per_step=2)
     expected = _Oracle(_top(0.3), passes=2).steps(range(4))
     assert_close(train(run, range(4), passes=2).weights(), expected.weights, 1e-7, 1e-9)
+
+
+@applies(least=3)  # a set needs somebody outside; sizes 3 and more run this
+def a_set_of_processes() -> None:
+    members = list(range(hvd.size() - 1))
+    subset = hvd.add_process_set(members)
+    try:
+        run = train(_run(NoCompression(rows="top:0.3"), process_set=subset), range(4))
+        ranks = members if hvd.rank() in members else [hvd.rank()]
+        expected = _Oracle(_top(0.3), ranks=ranks).steps(range(4))
+        assert_close(run.weights(), expected.weights, 1e-7, 1e-9)
+        barrier()
+    finally:
+        hvd.remove_process_set(subset)

@@ -317,6 +317,8 @@ def a_rank_without_gradients_meets_the_others() -> None:
             optimizer.step()
         pairs = zip(model.parameters(), fresh.parameters(), strict=True)
         assert not any(torch.equal(p, q) for p, q in pairs)
+        if isinstance(method, rounds.DiLoCo):
+            assert_same_everywhere(model)
 
 
 def a_step_that_loss_scaling_skips_is_a_step() -> None:
