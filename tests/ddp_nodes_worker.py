@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import sys
 import warnings
@@ -249,6 +250,24 @@ def one_rank_of_a_node_counts_for_all_of_it() -> None:
     _step_of(model, "a" if _place() else "b", dist.get_rank(), 2)
     masked.remove()
     assert (_states(state)["b.weight"]["residual"] != after["b.weight"]["residual"]).any()
+
+
+def nan_in_one_shard_reaches_every_rank_and_not_its_state() -> None:
+    """Each shard is a tensor of its own, and the others go on."""
+    for place in range(OF_A_NODE):
+        model, state = _compressed("topk:density=0.05")
+        _train(model, range(2))
+        before = _states(state)
+        name, weight = max(model.module.named_parameters(), key=lambda named: named[1].numel())
+        factors = torch.ones_like(weight)
+        if dist.get_rank() == 0:
+            torch.tensor_split(factors, OF_A_NODE)[place].fill_(math.nan)
+        weight.register_hook(lambda gradient, factors=factors: gradient * factors)
+        _loss(model, dist.get_rank(), 2).backward()
+        finite = [np.isfinite(part).all() for part in _cut(weight.grad.cpu().numpy())]
+        assert finite == [i != place for i in range(OF_A_NODE)]
+        kept = torch.equal(_states(state)[name]["residual"], before[name]["residual"])
+        assert kept == (_place() == place)
 
 
 def passes_that_do_not_meet_are_added() -> None:

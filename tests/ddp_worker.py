@@ -411,11 +411,12 @@ def _layouts():
 
 def buckets_hold_parameters_of_every_kind() -> None:
     steps, kinds = range(1, 4), {**_layouts(), "nothing": torch.zeros(0, 3)}
+    near = 0.03 if OPTIONS else 0.02  # sums of nodes are rounded once more
     for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
         model, _, found = _steps(kinds, "none", steps, **options)
         for name, averages in found.items():
             for step, average in zip(steps, averages, strict=True):
-                loose = {"rtol": 0.03, "atol": 0.03} if name == "short" else {}
+                loose = {"rtol": near, "atol": near} if name == "short" else {}
                 torch.testing.assert_close(average, model.module.mean(name, step), **loose)
 
 

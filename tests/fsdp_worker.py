@@ -547,7 +547,7 @@ def models_of_all_kinds_train_as_in_native_hsdp() -> None:
         exchange = hvd.compress_replicas(models[1], mesh["replica"], "none")
         losses = [_train(each, range(STEPS), _sgd(each, momentum=0.9)) for each in models]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-        _assert_close(_own(models[0]), _own(models[1]))
+        _assert_close(_own(models[0]), _own(models[1]), rtol=1e-6, atol=1e-7)
         assert exchange.stats().total.ratio == 1
         assert not exchange._begun
 

@@ -27,6 +27,13 @@ def test_damaged_frames(seed):
     assert kinds == {"coded", "dense", "joined", "method", "rows", "server", "sparse"}
 
 
+def test_no_damage_is_another_whole_frame():
+    """No receiver could know it from the right one."""
+    frame, other = np.zeros(20, np.uint8), np.repeat([255, 0], 10).astype(np.uint8)
+    for seed in range(200):
+        assert not np.array_equal(damage.spoil(frame, [other], random.Random(seed)), other)
+
+
 def test_corpus():
     """Of each check of each kind of frame there is one that it notices, and has always noticed:
     ``python -m benchmarks.reliability frames --cases 60000 --corpus tests/wire/damaged.txt``."""
