@@ -8,9 +8,18 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.errors import MismatchError
+from hvd_compress.systems.teachers import losses as in_numpy
 from hvd_compress.wire.header import padded
 from tests.scenarios import applies, oracle
-from tests.scenarios.driver import assert_close, everything, hvd, raises, student
+from tests.scenarios.driver import (
+    assert_close,
+    everything,
+    hvd,
+    losses,
+    raises,
+    student,
+    tensor,
+)
 
 STEPS = 8
 #: the gradient of half the distance from the logits to those of teachers
@@ -51,6 +60,16 @@ def _reference(loss: str, teachers_at: Any, batch_of: Any) -> oracle.Weights:
             after.append({name: w - oracle.LR * g[name] for name, w in weights.items()})
         models = after
     return models[hvd.rank()]
+
+
+def losses_are_those_in_numpy() -> None:
+    z, *teachers = np.random.default_rng(0).standard_normal((4, 6, 5))
+    assert losses.keys() == in_numpy.LOSSES.keys()
+    for name, (view, distance) in losses.items():
+        goal = in_numpy.target(view, [tensor(outputs) for outputs in teachers])
+        expected = in_numpy.LOSSES[name]
+        expected = expected.distance(z, in_numpy.target(expected.view, teachers))
+        assert abs(float(distance(tensor(z), goal)) - expected) < 1e-12, name
 
 
 def predictions_follow_a_reference() -> None:

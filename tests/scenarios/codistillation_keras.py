@@ -10,8 +10,6 @@ import tensorflow as tf
 
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.systems.teachers import WeightDecay
-from hvd_compress.systems.teachers import losses as in_numpy
-from hvd_compress.tensorflow.keras.codistillation import LOSSES
 from hvd_compress.wire.header import padded
 from tests.scenarios import applies, oracle
 from tests.scenarios.driver import assert_close, raises, student
@@ -42,16 +40,6 @@ def fit_takes_the_steps_of_a_loop() -> None:
     assert codistillation.exchanges == 2 * (hvd.size() > 1)
     model.evaluate(x, y, batch_size=8, verbose=0)
     assert codistillation.step == 6
-
-
-def losses_are_those_in_numpy() -> None:
-    z, *teachers = np.random.default_rng(0).standard_normal((4, 6, 5))
-    assert LOSSES.keys() == in_numpy.LOSSES.keys()
-    for name, (view, distance) in in_numpy.LOSSES.items():
-        expected = distance(z, in_numpy.target(view, teachers))
-        ours = LOSSES[name]
-        goal = in_numpy.target(ours.view, [tf.constant(t) for t in teachers])
-        assert abs(float(ours.distance(tf.constant(z), goal)) - expected) < 1e-12, name
 
 
 @applies(least=2)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import torch
 
 from hvd_compress.errors import ConfigError, MismatchError
-from hvd_compress.systems.teachers import losses as in_numpy
+from hvd_compress.systems.teachers.losses import target
 from hvd_compress.torch.systems.codistillation import LOSSES
 from hvd_compress.wire.header import padded
 from tests.devices import DEVICE
@@ -25,22 +24,15 @@ def _task(model: Any, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor,
     return torch.nn.functional.cross_entropy(logits, y), logits, x
 
 
-def losses_are_those_in_numpy() -> None:
-    z, *teachers = np.random.default_rng(0).standard_normal((4, 6, 5))
-    assert LOSSES.keys() == in_numpy.LOSSES.keys()
-    for name, (view, distance) in in_numpy.LOSSES.items():
-        expected = distance(z, in_numpy.target(view, teachers))
-        view, distance = LOSSES[name]
-        # Images of 2 x 3 pixels: classes are dimension 1, as for cross_entropy.
-        for shape in (
-            lambda x: x,
-            lambda x: np.ascontiguousarray(x.reshape(1, 2, 3, 5).transpose(0, 3, 1, 2)),
-        ):
-            own, *others = (torch.from_numpy(shape(x)) for x in (z, *teachers))
-            found = distance(own, in_numpy.target(view, others)).item()
-            assert abs(found - expected) < 1e-12, name
-        one = torch.from_numpy(z[0])  # an example without a dimension for the batch
-        assert distance(one, view(one)) == distance(one[None], view(one[None])), name
+def losses_take_images_and_single_examples() -> None:
+    """Of images, here of 2 x 3 pixels, classes are dimension 1, as for cross_entropy."""
+    z, *teachers = torch.randn(4, 6, 5, dtype=torch.float64)
+    for view, distance in LOSSES.values():
+        own, *others = (x.view(1, 2, 3, 5).permute(0, 3, 1, 2) for x in (z, *teachers))
+        found = distance(own, target(view, others))
+        torch.testing.assert_close(found, distance(z, target(view, teachers)))
+        one = z[0]  # an example without a dimension for the batch
+        assert distance(one, view(one)) == distance(one[None], view(one[None]))
 
 
 @applies(least=2)

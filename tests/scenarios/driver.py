@@ -47,6 +47,10 @@ allgather: Any = _driver.allgather
 #: the first and second gradient of its sum
 gradients_through: Any = _driver.gradients_through
 second_gradient: Any = _driver.second_gradient
+#: codistillation's, by name
+losses: Any = _driver.LOSSES
+#: an array as a tensor of the framework
+tensor: Any = _driver.tensor
 #: over MPI without Horovod
 is_mpi = "mpi" in (over, library)
 #: a weight of the oracle's in the layout of the framework, and back

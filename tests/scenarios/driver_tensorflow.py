@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvd_compress import as_compressor
 from hvd_compress.errors import MismatchError
+from hvd_compress.tensorflow.keras.codistillation import LOSSES as LOSSES
 from tests.scenarios import oracle
 
 tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -178,6 +179,7 @@ onebit_lamb = _with_torchs_names(hvd_keras.OneBitLAMB)
 #: what a graph raises shows the error of this package; over MPI, training methods are compared
 #: before there is a graph
 mismatch = (tf.errors.OpError, MismatchError) if library == "mpi" else tf.errors.OpError
+tensor = tf.constant
 
 
 def set_step(run: Run, step: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hvd_compress.errors import MismatchError
+from hvd_compress.torch.systems.codistillation import LOSSES as LOSSES
 from tests.devices import DEVICE
 from tests.scenarios import oracle
 
@@ -132,7 +133,7 @@ class Run(_Trained):
         }
 
 
-mismatch = MismatchError
+mismatch, tensor = MismatchError, torch.from_numpy
 
 
 def set_step(run: Run, step: int) -> None:
