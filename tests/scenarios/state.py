@@ -18,7 +18,7 @@ from hvd_compress.torch import DGC, LGC, ConfigError, NoCompression, TopK
 from hvd_compress.torch.distributed.compressed_optimizer import _is_ready
 from hvd_compress.torch.state.checkpoint import broadcast, local_state_dict
 from tests.mutations import mutations, same
-from tests.scenarios import horovod_only
+from tests.scenarios import applies, horovod_only
 from tests.scenarios.common import (
     assert_close,
     assert_same_everywhere,
@@ -29,7 +29,7 @@ from tests.scenarios.common import (
     sgd,
     train,
 )
-from tests.scenarios.driver import hvd, raises
+from tests.scenarios.driver import barrier, hvd, raises
 from tests.stateless import Stateless
 
 SPARSE = DGC(density=0.05)
@@ -143,6 +143,39 @@ def consolidation_leaves_the_run_alone() -> None:
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
     assert len(_warnings_of(optimizer.state_dict)) == (hvd.size() > 1)  # those means are stale
+
+
+@applies(least=2)  # from all ranks to one fewer
+def a_file_of_rank_0_serves_another_number_of_ranks() -> None:
+    """The mean of what waited is kept."""
+    model, optimizer = _clone_run(SPARSE, weight_decay=0.01)
+    optimizer.consolidate_state_dict()
+    file, store = io.BytesIO(), optimizer.compression.store
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    weights, state = torch.load(io.BytesIO(hvd.broadcast_object(file.getvalue(), 0, name="file")))
+    means = {
+        f"{name}.{key}": hvd.allreduce(x, name=f"{name}.{key}")
+        for name, p in model.named_parameters()
+        for key, x in store.state_of(p).items()
+    }
+    assert len(means) > 10
+    fewer = hvd.add_process_set(range(hvd.size() - 1))
+    if fewer.included():
+        again = make_model(seed=1)
+        inner = sgd(again, weight_decay=0.01)
+        resumed = distribute(inner, again, SPARSE, process_set=fewer)
+        again.load_state_dict(weights)
+        assert not _warnings_of(lambda: resumed.load_state_dict(state))
+        for name, p in again.named_parameters():
+            for key, x in resumed.compression.store.state_of(p).items():
+                mean = hvd.allreduce(x, name=f"again.{name}.{key}", process_set=fewer)
+                torch.testing.assert_close(mean, means.pop(f"{name}.{key}"))
+        assert not means
+        assert resumed.compression.step == 5
+        train(again, resumed, range(5, 9))
+        assert_same_everywhere(again, fewer)
+    barrier()
+    hvd.remove_process_set(fewer)
 
 
 def a_plain_optimizer_can_take_over_and_hand_over() -> None:
