@@ -40,14 +40,16 @@ def test_the_best_learning_rate_counts_and_losses_are_compared_by_seed():
 
 def test_rows_of_the_page_are_those_of_the_runs():
     known = json.loads(quality.RESULTS.read_text())
-    wanted = quality.in_order("bytes", quality.METHODS["bytes"], [1], [1.0], 1)
+    wanted = quality.in_order("bytes", quality.METHODS["bytes"], [1], [1.0, 0.5], 1)
     rows = quality.groups(known, list(wanted))
     assert [method for _, _, method in rows] == [*quality.METHODS["bytes"]]
     page = (jobs.ROOT / "docs/accuracy.md").read_text()
     for (_, _, method), row in rows.items():
         ratio = f"{row.dense / row.sent:.0f}x"
-        line = f"| `{method}` | {row.scores[0]:.2f} | {human_bytes(row.sent)} | {ratio} |"
-        assert line in page
+        cells = f"`{method}`", f"{row.scores[0]:.2f}", f"{row.factor:g}"
+        assert f"| {' | '.join(cells)} | {human_bytes(row.sent)} | {ratio} |" in page
+    diverged = Training("bytes", "onebit_adam", 1, 1.0, 0)
+    assert f"({known[diverged.key]['score']:.2f} bits)" in page
 
 
 def test_half_a_confidence_interval():
