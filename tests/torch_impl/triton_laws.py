@@ -496,14 +496,20 @@ KERNELS = [
 ]
 
 
+#: values that are sent, in either precision
+ROWS = [(*row, "*fp32") for row in KERNELS]
+ROWS += [(*row, "*fp16") for row in KERNELS if row[0] in ("write_selected", "move", "average")]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="compiles nothing")
-@pytest.mark.parametrize(("name", "constants"), KERNELS, ids=str)
-def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, constants, tmp_path):
+@pytest.mark.parametrize(("name", "constants", "values"), ROWS, ids=str)
+def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, constants, values, tmp_path):
     """No product and sum are contracted, and quotients are rounded correctly; no GPU is needed."""
     from hvd_compress.torch.triton import dense_kernels, kernels
 
     kernel = getattr(kernels, name, None) or getattr(dense_kernels, name)
     kinds = {argument: kind for kind, names in _TYPES.items() for argument in names.split()}
+    kinds["values"] = values
     signature = ["constexpr" if arg in constants else kinds[arg] for arg in kernel.arg_names]
     values = [constants.get(arg) for arg in kernel.arg_names]
     for asm in compiled_for_gpus(kernel, signature, values, tmp_path):

@@ -72,7 +72,8 @@ class CodesStep:
         self._known, self._fine = (self._int32(n) for n in (len(tensors), count))
         self._places = {name: _Places() for name in ("out", "residual", "owned")}
         #: of a step: what was coded, what is left of sums, and the codes
-        self._base, self._left = like, like
+        self._none = torch.empty(0, device=like.device)
+        self._base = self._left = self._none
         self._made: Made | None = None
 
     def encode(
@@ -147,6 +148,9 @@ class CodesStep:
             if owned is not None and self._own is not None:
                 to = self._at("owned", owned, plan.mine)
                 self._write_states(to, self._left, self._own_tensors, self._own.layout)
+        # Nothing as large as the gradients is kept between steps.
+        self._base = self._left = self._none
+        self._made = None
 
     def _write_states(
         self,

@@ -35,23 +35,24 @@ class SumStep:
         self._grid = (len(self._blocks),)
         starts = np.cumsum([0, *sizes[:-1]])
         self._tensors = self._table(np.stack([sizes, starts], 1))
-        self._own = torch.empty(sum(sizes), device=like.device)
+        self._size, self._like = sum(sizes), torch.empty(0, device=like.device)
         #: which tensors are not finite: this rank's, and their means
         self._infinite = torch.empty(2, len(sizes), dtype=torch.int32, device=like.device)
         #: of the last step
         self._places, self._addresses = np.empty(0, np.int64), self._tensors
-        self._known_momenta, self._momenta = np.empty(0), self._own
+        self._known_momenta, self._momenta = np.empty(0), self._like
 
     def joined(self, columns: Sequence[Column]) -> torch.Tensor:
-        """Return the gradients end to end, in memory of this step's; one that is not finite is NaN
+        """Return the gradients end to end, in new memory; one that is not finite is NaN
         everywhere."""
         self._infinite.zero_()
-        with torch.cuda.device_of(self._own):
+        own = torch.empty(self._size, device=self._device)
+        with torch.cuda.device_of(own):
             tables = self._tables(columns)
-            given = self._own, self._infinite[0]
+            given = own, self._infinite[0]
             kernels.join[self._grid](*tables, *given, width=_WIDTH)
             kernels.spoil[self._grid](*tables[1:], *given, width=_WIDTH)
-        return self._own
+        return own
 
     def settle(
         self,
@@ -65,9 +66,9 @@ class SumStep:
         ``None`` without velocities."""
         momenta = momenta_of(momentum, self._count)
         if not np.array_equal(momenta, self._known_momenta):
-            self._known_momenta, self._momenta = momenta, from_numpy(momenta, self._own)
+            self._known_momenta, self._momenta = momenta, from_numpy(momenta, self._like)
         kind, infinite = 0 if momentum is None else 2 if nesterov else 1, self._infinite[1]
-        with torch.cuda.device_of(self._own):
+        with torch.cuda.device_of(total):
             tables = self._tables(columns)
             if kind:
                 kernels.look[self._grid](
@@ -85,7 +86,7 @@ class SumStep:
         x, out, *velocity = (column.addresses for column in columns)
         places = np.stack([x, out, *(velocity or [x])], 1)
         if not np.array_equal(places, self._places):
-            self._places, self._addresses = places, from_numpy(places, self._own)
+            self._places, self._addresses = places, from_numpy(places, self._like)
         return self._addresses, self._tensors, self._blocks
 
     def _table(self, rows: np.ndarray) -> torch.Tensor:

@@ -119,7 +119,7 @@ class TopKStep:
         #: of the last step: addresses, and whether all are multiples of 16; momenta, and their kind
         self._places = np.empty(0, np.int64)
         self._addresses, self._is_aligned = self._tensors, False
-        self._known_momenta, self._momenta, self._kind = np.empty(0), like, 0
+        self._known_momenta, self._momenta, self._kind = np.empty(0), self.message, 0
 
     def encode(
         self, columns: Sequence[Column], momentum: Momentum = None, nesterov: bool = False
@@ -197,7 +197,7 @@ class TopKStep:
         ranks = len(messages) // row
         limits, is_limited = memory.limits(dtypes or ["float32"]), dtypes is not None
         counts = self._count, *self._grid, self._entries, ranks, row // 4
-        form = {"limited": is_limited, "width": self._width, "chunk": _CHUNK, "num_warps": 4}
+        form = {"limited": is_limited, "width": self._width, "chunk": _CHUNK, "num_warps": 8}
         if is_limited:
             memory.overflows.zero_()
 
