@@ -42,8 +42,8 @@ class FusedCodes(StagedForm):
     def takes(self, x: Array) -> bool:
         if super().takes(x):
             return True
-        loops, n, stages = loops_of(x), backend_of(x).size(x), self.stages
-        if loops is None or (stages.transforms and not stages.only_feeds_back):
+        loops, n = loops_of(x), backend_of(x).size(x)
+        if loops is None:
             return False
         taken: bool = loops.Codes.takes(self.codec, n, self.is_whole)
         return taken

@@ -6,15 +6,14 @@ from __future__ import annotations
 from collections.abc import Generator, Hashable, Sequence
 from typing import Any
 
-from hvd_compress.base import Context, Spec
+from hvd_compress.backends import backend_of
+from hvd_compress.base import Array, Context, Spec
 from hvd_compress.fused.coded_plan import OWNED, CodedPlan
 from hvd_compress.fused.in_place import Arrays
 from hvd_compress.fused.on_device import gathered, scattered
 from hvd_compress.kernels import loops_of
 from hvd_compress.requests import Request
 from hvd_compress.times import phase
-
-_R = "residual"
 
 
 class CodedOnDevice(CodedPlan):
@@ -25,16 +24,25 @@ class CodedOnDevice(CodedPlan):
     ) -> None:
         super().__init__(form, specs, key, step, *which)
         like = specs[0].x
-        self._step = loops_of(like).CodesStep(self, bool(form.stages.transforms), like)
+        self._step = loops_of(like).CodesStep(self, like)
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, list[bool]]:
+        xp, work, stages = backend_of(arrays.gradients[0]), self._step, self.form.stages
         x, out, *states = arrays.columns
         columns = dict(zip(self.keys, states, strict=True))
-        residuals, owned = columns.get(_R), columns.get(OWNED)
+        owned = columns.pop(OWNED, None)
         with phase("encode"):
             if owned is not None:
                 self.look(owned.arrays)
-            frames = self._step.encode(x, residuals, self.randoms(self.runs, step))
+            parts, whole = self._parts(arrays, step), _joined(xp, x.arrays)
+            own = {key: _joined(xp, column.arrays) for key, column in columns.items()}
+            updated = [
+                stages.updated(whole[at], {key: state[at] for key, state in own.items()}, context)
+                for at, context in parts
+            ]
+            passed_on = xp.end_to_end([x for x, _ in updated])
+            frames = work.encode(passed_on, self.randoms(self.runs, step))
+            del whole, own, passed_on
         seals, checks = [m.seal for m in self.messages], [m.opened for m in self.replies]
         if owned is None:
             arrived = yield from gathered(frames[0], seals[0], checks * self.size, step)
@@ -42,10 +50,38 @@ class CodedOnDevice(CodedPlan):
             check = self.messages[self.rank].opened
             arrived = yield from scattered(frames, seals, check, step)
             with phase("add_up"):
-                reply = self._step.add_up(arrived, owned, self.randoms(self.mine, step, 1))
+                reply = work.add_up(arrived, owned, self.randoms(self.mine, step, 1))
             seal = self.replies[self.rank].seal
             arrived = yield from gathered(reply, seal, checks, step, self.equal_sizes)
         with phase("add_up"):
-            self._step.settle(arrived, out, residuals, owned)
+            mean = work.mean(arrived)
+            xp.write_into(out.arrays, mean)
+            if stages.transforms:
+                sent = work.sent()
+                rows = zip(parts, updated, strict=True)
+                found = [
+                    stages.settled(sent[at], its, mean[at], context)
+                    for (at, context), (_, its) in rows
+                ]
+                if stages.finishes:
+                    work.write(out, xp.end_to_end([direction for direction, _ in found]), False)
+                for key, column in columns.items():
+                    work.write(column, xp.end_to_end([its[key] for _, its in found]))
+            if owned is not None:
+                work.write_owned(owned)
         # Where that is not so, states are those of before already.
         return [True] * len(self.sizes)
+
+    def _parts(self, arrays: Arrays, step: Context) -> list[tuple[slice, Context]]:
+        """Return the parts of the tensors end to end that transforms take at once: all of them, or
+        where tensors have momenta of their own each tensor; and what they are told of a part."""
+        if len(set(arrays.momenta)) == 1:
+            whole = slice(0, self._step.tensors[-1].stop)
+            return [(whole, arrays.context(step, 0))]
+        return [(at, arrays.context(step, i)) for i, at in enumerate(self._step.tensors)]
+
+
+def _joined(xp: Any, arrays: Sequence[Array]) -> Array:
+    """Return arrays end to end, in new memory."""
+    x = xp.end_to_end(arrays)
+    return xp.copy(x) if len(arrays) == 1 else x

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from hvd_compress.base import Context, Sparse, Spec, State
+from hvd_compress.base import Array, Context, Sparse, Spec, State
 from hvd_compress.chain import Transform
 from hvd_compress.fused.in_place import InPlaceForm, InPlacePlan, Views, room
 from hvd_compress.transforms import error_feedback
@@ -84,7 +84,7 @@ class Stages:
         if self.only_feeds_back:
             return np.add(x, states["residual"], out=out)
         for part in _parts(x.size):
-            out[part], _ = self._updated(x[part], _at(states, part), context)
+            out[part], _ = self.updated(x[part], _at(states, part), context)
         return out
 
     def settle(
@@ -109,28 +109,36 @@ class Stages:
                 residual -= sent
             return
         assert isinstance(sent, np.ndarray | Sparse)
-        context = context._replace(nesterov=self.nesterov)
         for part in _parts(x.size):
             its_x, its_states, its_sent = x[part], _at(states, part), _sent_in(sent, part)
-            _, own = self._updated(its_x, its_states, context)
-            direction = np.float32(0) if mean is None else mean[part]
-            for transform, state in zip(reversed(self.transforms), reversed(own), strict=True):
-                state = transform.settle(its_sent, state, context)
-                if mean is not None:
-                    direction, state = transform.finish(direction, state, context)
-                for key in transform.keys:
-                    its_states[key][:] = state[key]
+            _, own = self.updated(its_x, its_states, context)
+            its_mean = None if mean is None else mean[part]
+            direction, new = self.settled(its_sent, own, its_mean, context)
+            for key in self.keys:
+                its_states[key][:] = new[key]
             if out is not None:
                 out[part] = direction
 
-    def _updated(
-        self, x: np.ndarray, states: State, context: Context
-    ) -> tuple[np.ndarray, list[State]]:
+    def updated(self, x: Array, states: State, context: Context) -> tuple[Array, list[State]]:
+        """Return what is passed on of ``x``, and the state of each transform."""
         context, own = context._replace(nesterov=self.nesterov), []
         for transform in self.transforms:
             x, state = transform.update(x, {key: states[key] for key in transform.keys}, context)
             own.append(state)
         return x, own
+
+    def settled(
+        self, sent: Any, own: Sequence[State], mean: Array | None, context: Context
+    ) -> tuple[Array, State]:
+        """Return the direction of the step, given the ``mean`` if they make it of that, and the new
+        states, given those that :meth:`updated` has returned."""
+        context, direction, new = context._replace(nesterov=self.nesterov), mean, dict[str, Array]()
+        for transform, state in zip(reversed(self.transforms), reversed(own), strict=True):
+            state = transform.settle(sent, state, context)
+            if mean is not None:
+                direction, state = transform.finish(direction, state, context)
+            new |= {key: state[key] for key in transform.keys}
+        return direction, new
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -36,7 +36,13 @@ from hvd_compress.meetings import allgather, alltoall
 from hvd_compress.operators.at_random import own_generator
 from hvd_compress.reduce import Reducer
 from hvd_compress.torch import backend
-from hvd_compress.transforms import error_feedback
+from hvd_compress.transforms import (
+    averaged_momentum,
+    ef21,
+    error_feedback,
+    momentum_after_averaging,
+    smoothing,
+)
 from tests.kernels.buckets import Ranks, assert_equal, one_by_one
 from tests.kernels.test_codecs import KINDS, drawn, generators, same_state
 from tests.kernels.test_kernels import unaligned
@@ -295,10 +301,12 @@ BUCKETS = [
     NaturalDithering(),
     Chain((), via=alltoall(codecs.natural())),
     Chain((error_feedback(),), via=alltoall(codecs.uniform_dithering(7, 64))),
+    Chain((averaged_momentum(0.5, start=1), error_feedback()), via=alltoall(codecs.scaled_sign())),
+    Chain((momentum_after_averaging(), smoothing(0.8), ef21()), via=allgather(codecs.natural())),
 ]
 #: one of which some ranks own nothing
 SHAPES = {"a": (20, 10), "b": (8, 8), "c": (2,), "d": (41, 27)}
-SOME = BUCKETS if not (INTERPRETED and FEW) else [BUCKETS[i] for i in (1, 2, 5, 8, 9, 12)]
+SOME = BUCKETS if not (INTERPRETED and FEW) else [BUCKETS[i] for i in (1, 2, 5, 8, 9, 12, 14, 15)]
 
 
 @pytest.fixture
@@ -506,8 +514,8 @@ KERNELS = [
     ("mark", {}, {}),
     ("mark_sums", {}, {}),
     *(("decide", {}, {"is_whole": is_whole}) for is_whole in (False, True)),
-    ("write_means", {}, {}),
-    *(("write_states", {}, {"looks": looks}) for looks in (False, True)),
+    ("divide", {}, {}),
+    *(("write", {}, {"looks": looks, "is_state": looks}) for looks in (False, True)),
     *(("sums", {"out": "*fp64"}, {"term": term, "rows": 8}) for term in range(7)),
     ("sums", {"x": "*fp64", "out": "*fp64"}, {"term": 0, "rows": 8}),
     ("largest", {"out": "*i32"}, {"rows": 8}),

@@ -452,28 +452,29 @@ def _is(flags, number, notes, looks: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["size"])
-def write_means(addresses, x, known, tasks, blocks, size, width: tl.constexpr):
-    """Write a block of what a run adds up to, divided by a number, if that is ``known``."""
+def divide(x, known, tasks, blocks, size, width: tl.constexpr):
+    """Divide a block of a run by a number, in place; what is not ``known`` is NaN."""
     task, block = taken(blocks)
     at = block * width + tl.arange(0, width)
     inside = at < short(tasks, task, N)
-    total = tl.load(x + entry(tasks, task, START) + at, mask=inside, other=0.0)
-    mean = tl.div_rn(total, tl.full((width,), size, tl.float32))
-    mean = tl.where(tl.load(known + task) != 0, mean, float("nan"))
-    to = tl.load(addresses + task).to(tl.pointer_type(tl.float32))
-    tl.store(to + at, mean, mask=inside)
+    x += entry(tasks, task, START)
+    mean = tl.div_rn(tl.load(x + at, mask=inside), tl.full((width,), size, tl.float32))
+    tl.store(x + at, tl.where(tl.load(known + task) != 0, mean, float("nan")), mask=inside)
 
 
 @triton.jit
-def write_states(
-    addresses, x, fine, tensors, notes, tasks, blocks, looks: tl.constexpr, width: tl.constexpr
-):
-    """Write a block of the state of a run, which is ``x``, if its tensor is ``fine``; else it is
-    what it was, within range."""
+def write(
+    addresses, x, fine, tensors, notes, tasks, blocks,
+    looks: tl.constexpr, is_state: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Write a block of ``x`` where a run is, if its tensor is ``fine``; else a state stays what it
+    was, within range."""
     task, block = taken(blocks)
     at = block * width + tl.arange(0, width)
     inside = at < short(tasks, task, N)
     new = tl.load(x + entry(tasks, task, START) + at, mask=inside, other=0.0)
     to = tl.load(addresses + task).to(tl.pointer_type(tl.float32)) + at
-    old = in_range(tl.load(to, mask=inside, other=0.0))
+    old = tl.load(to, mask=inside, other=0.0)
+    if is_state:
+        old = in_range(old)
     tl.store(to, tl.where(_is(fine, tl.load(tensors + task), notes, looks), new, old), mask=inside)

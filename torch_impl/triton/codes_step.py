@@ -24,6 +24,8 @@ from .codecs import Codes, Made
 from .tasks import WIDTH, Layout
 
 _EXACT = {"enable_fp_fusion": False}
+#: that are kept
+_MOST_TABLES = 16
 
 
 class CodesStep:
@@ -31,18 +33,18 @@ class CodesStep:
 
     Args:
         plan: a :class:`hvd_compress.fused.coded_plan.CodedPlan`, which says what is coded.
-        feeds_back: whether residuals are added to gradients.
         like: a tensor on the GPU.
 
     Attributes:
+        tensors: their places when all are end to end.
         frames: what is sent first: a message to each rank, or to all.
         reply: what is sent of the sums of this rank's own shards.
     """
 
-    def __init__(self, plan: Any, feeds_back: bool, like: torch.Tensor) -> None:
-        self._plan, self._feeds_back, self._device = plan, feeds_back, like.device
-        self._tensors = _end_to_end(plan.sizes)
-        spans = [_inside(self._tensors[run.tensor], run.own) for run in plan.runs]
+    def __init__(self, plan: Any, like: torch.Tensor) -> None:
+        self._plan, self._device = plan, like.device
+        self.tensors = _end_to_end(plan.sizes)
+        spans = [_inside(self.tensors[run.tensor], run.own) for run in plan.runs]
         sent = _starts(plan.messages)
         arriving = _starts([*plan.messages] * plan.size if plan.is_whole else plan.replies)
         self._codes = self._codes_at(plan.runs, spans, plan.messages, sent, like)
@@ -70,30 +72,37 @@ class CodesStep:
         self._flags = self._table(np.array(arriving[:-1]) + START)
         #: which runs' codes mean numbers, and which tensors get new states
         self._known, self._fine = (self._int32(n) for n in (len(tensors), count))
-        self._places = {name: _Places() for name in ("out", "residual", "owned")}
-        #: of a step: what was coded, what is left of sums, and the codes
-        self._none = torch.empty(0, device=like.device)
-        self._base = self._left = self._none
+        #: tables of addresses: those of a step are most often those of the last
+        self._places: dict[Any, torch.Tensor | None] = {}
+        #: of a step: what is left of sums, the codes, and notes of averages that are not finite
+        self._left = self._fine
         self._made: Made | None = None
+        self._infinite: torch.Tensor | None = None
 
-    def encode(
-        self, gradients: Column, residuals: Column | None, randoms: Sequence[Any]
-    ) -> list[torch.Tensor]:
-        """Write the codes of all runs, and return the messages with them."""
+    def encode(self, x: torch.Tensor, randoms: Sequence[Any]) -> list[torch.Tensor]:
+        """Write the codes of all runs of ``x``, in which tensors are end to end, and return the
+        messages with them."""
         plan = self._plan
-        self._base = x = _joined(gradients.arrays)
-        if residuals is not None:
-            add_scaled(x, _joined(residuals.arrays), 1.0)
         if plan.foreign:
             x = copy(x)
             for i, foreign in self._foreign().items():
-                add_scaled(x[self._tensors[i]], foreign, 1.0)
+                add_scaled(x[self.tensors[i]], foreign, 1.0)
         self._made = self._codes.encode(x, randoms, self._whole)
         with torch.cuda.device_of(x):
             kernels.mark[self._grid](
                 *(self._made.notes, self._runs, self._whole, self._sent_flags, len(plan.messages))
             )
         return self.frames
+
+    def sent(self) -> torch.Tensor:
+        """Return what the codes of this rank decode to, end to end."""
+        assert self._made is not None
+        sent = torch.zeros(self.tensors[-1].stop, device=self._device)
+        self._made.decode(sent)
+        self._made = None
+        for i, foreign in self._foreign().items():
+            add_scaled(sent[self.tensors[i]], foreign, -1.0)
+        return sent
 
     def add_up(self, arrived: torch.Tensor, owned: Column, randoms: Sequence[Any]) -> torch.Tensor:
         """Write the codes of what the rank's own shards add up to, and return their message.
@@ -117,73 +126,73 @@ class CodesStep:
             )
         return self.reply
 
-    def settle(
-        self, arrived: torch.Tensor, out: Column, residuals: Column | None, owned: Column | None
-    ) -> None:
-        """Write averages, and states of tensors that are finite, given the messages of all ranks
-        end to end."""
-        plan, size = self._plan, self._plan.size
+    def mean(self, arrived: torch.Tensor) -> torch.Tensor:
+        """Return the averages end to end, given the messages of all ranks end to end; and note of
+        which tensors they are finite."""
+        plan, layout = self._plan, self._results.layout
+        ranks = plan.size if plan.is_whole else 1
+        total = torch.zeros(self.tensors[-1].stop, device=self._device)
         with torch.cuda.device_of(arrived):
             kernels.decide[self._grid](
                 *(arrived, self._flags, len(self._flags), self._runs, self._message_of),
                 *(self._known, self._fine),
                 is_whole=plan.is_whole,
             )
-        total, layout = torch.zeros_like(self._base), self._results.layout
-        self._results.read(arrived, total, add=plan.is_whole, ranks=size if plan.is_whole else 1)
-        notes = self._results.finite(total) if plan.is_whole else None
-        left = self._residual()
-        with torch.cuda.device_of(arrived):
-            kernels.write_means[(len(layout.elements),)](
-                *(self._at("out", out, plan.runs), total, self._known),
-                *(layout.tasks, layout.elements, float(size)),
+            self._results.read(arrived, total, add=plan.is_whole, ranks=ranks)
+            self._infinite = self._results.finite(total) if plan.is_whole else None
+            kernels.divide[(len(layout.elements),)](
+                *(total, self._known, layout.tasks, layout.elements, float(plan.size)),
                 width=WIDTH,
                 **_EXACT,
             )
-            if residuals is not None:
-                to = self._at("residual", residuals, plan.runs)
-                self._write_states(to, left, self._tensor_of, layout, notes)
-            if owned is not None:
-                self._forget_foreign(owned)
-            if owned is not None and self._own is not None:
-                to = self._at("owned", owned, plan.mine)
-                self._write_states(to, self._left, self._own_tensors, self._own.layout)
-        # Nothing as large as the gradients is kept between steps.
-        self._base = self._left = self._none
-        self._made = None
+        return total
 
-    def _write_states(
+    def write(self, to: Column, x: torch.Tensor, is_state: bool = True) -> None:
+        """Write what is end to end in ``x`` into the arrays of tensors whose average is finite.
+        States of others stay as they are, within range."""
+        layout, infinite = self._results.layout, self._infinite
+        self._write(to, x, self._plan.runs, self._tensor_of, layout, infinite, is_state)
+
+    def write_owned(self, owned: Column) -> None:
+        """Write what owners have left out."""
+        if self._plan.foreign:  # which is seldom; the host waits to know what has gone along
+            fine = to_numpy(self._fine)
+            for i in [i for i in self._plan.foreign if fine[i]]:
+                owned.arrays[i].data.zero_()
+                del self._plan.foreign[i]
+        if self._own is not None:
+            own, layout = self._own_tensors, self._own.layout
+            self._write(owned, self._left, self._plan.mine, own, layout, None, True)
+            self._left = self._fine  # nothing as large as the gradients is kept between steps
+
+    def _write(
         self,
-        to: torch.Tensor,
+        to: Column,
         x: torch.Tensor,
+        runs: Sequence[Any],
         tensors: torch.Tensor,
         layout: Layout,
-        notes: torch.Tensor | None = None,
+        infinite: torch.Tensor | None,
+        is_state: bool,
     ) -> None:
-        kernels.write_states[(len(layout.elements),)](
-            *(to, x, self._fine, tensors, self._fine if notes is None else notes),
-            *(layout.tasks, layout.elements),
-            looks=notes is not None,
-            width=WIDTH,
-        )
-
-    def _residual(self) -> torch.Tensor:
-        """Return what is left of what this rank has coded, in the place of that."""
-        base, made = self._base, self._made
-        assert made is not None
-        if not self._feeds_back:
-            return base
-        if not self._plan.foreign:
-            made.take_off(base)
-            return base
-        sent = torch.zeros_like(base)
-        made.decode(sent)
-        for i, foreign in self._foreign().items():
-            add_scaled(sent[self._tensors[i]], foreign, -1.0)
-        return add_scaled(base, sent, -1.0)
+        starts = [4 * run.own.start for run in runs]
+        found = to.addresses[[run.tensor for run in runs]] + starts
+        places = self._places.setdefault((len(runs), found.tobytes()), None)
+        if places is None:
+            if len(self._places) > _MOST_TABLES:
+                self._places.clear()
+            places = self._places[len(runs), found.tobytes()] = from_numpy(found, self._fine)
+        with torch.cuda.device_of(x):
+            kernels.write[(len(layout.elements),)](
+                *(places, x, self._fine, tensors, self._fine if infinite is None else infinite),
+                *(layout.tasks, layout.elements),
+                looks=infinite is not None,
+                is_state=is_state,
+                width=WIDTH,
+            )
 
     def _foreign(self) -> dict[int, torch.Tensor]:
-        return {i: from_numpy(x, self._base) for i, x in self._plan.foreign.items()}
+        return {i: from_numpy(x, self._fine) for i, x in self._plan.foreign.items()}
 
     def _forget_foreign(self, owned: Column) -> None:
         """Drop what has gone along, which is seldom any; the host waits to know it."""
@@ -192,11 +201,6 @@ class CodesStep:
             for i in [i for i in self._plan.foreign if fine[i]]:
                 owned.arrays[i].data.zero_()
                 del self._plan.foreign[i]
-
-    def _at(self, which: str, column: Column, runs: Sequence[Any]) -> torch.Tensor:
-        """Return the addresses of runs in the arrays of a column."""
-        tensors, starts = [run.tensor for run in runs], [4 * run.own.start for run in runs]
-        return self._places[which].on_device(column.addresses[tensors] + starts, self._fine)
 
     def _codes_at(
         self,
@@ -216,18 +220,6 @@ class CodesStep:
 
     def _int32(self, n: int) -> torch.Tensor:
         return torch.empty(n, dtype=torch.int32, device=self._device)
-
-
-class _Places:
-    """A table of addresses, which is uploaded when they change."""
-
-    def __init__(self) -> None:
-        self._known, self._table = np.empty(0, np.int64), torch.empty(0)
-
-    def on_device(self, found: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-        if not np.array_equal(found, self._known):
-            self._known, self._table = found, from_numpy(found, like)
-        return self._table
 
 
 def _joined(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
