@@ -626,6 +626,33 @@ def a_discarded_pass_leaves_no_trace() -> None:
 
 
 @_of_several
+def ranks_with_fewer_batches_join() -> None:
+    """They send zeros, and what waits."""
+    model, state = _distributed("topk:density=0.1")
+    with model.join():
+        _train(model, range(2 + dist.get_rank()))
+    assert state.reducer.step == 1 + dist.get_world_size()
+    _same_everywhere(model)
+
+
+@_of_several
+def compiled_models_train_under_autocast() -> None:
+    model = DistributedDataParallel(_model())  # Dynamo wants buckets of a megabyte or more
+    state = DDPState("topk:density=0.5", model)
+    model.register_comm_hook(state, ddp_hook)
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(3):
+        optimizer.zero_grad()
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            loss = _loss(compiled, dist.get_rank(), step)
+        loss.backward()
+        optimizer.step()
+    assert state.reducer.step == 3
+    _same_everywhere(model)
+
+
+@_of_several
 def over_nccl_ranks_that_differ_learn_it_a_step_later() -> None:
     """Where messages stay on a GPU the host does not wait for the comparison of the same step."""
     with pytest.MonkeyPatch.context() as patch:

@@ -139,6 +139,7 @@ def test_every_method_has_its_row_and_page(name):
 PAGES_THAT_RUN = (
     "README.md",
     "docs/checkpoints.md",
+    "docs/ddp.md",
     "docs/decentralized.md",
     "docs/first-run.md",
     "docs/fsdp.md",
