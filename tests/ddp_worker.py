@@ -656,7 +656,7 @@ def compiled_models_train_under_autocast() -> None:
 def over_nccl_ranks_that_differ_learn_it_a_step_later() -> None:
     """Where messages stay on a GPU the host does not wait for the comparison of the same step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProcessGroupEngine, "reads_device", True)
+        patch.setattr(ProcessGroupEngine, "_arrives_late", lambda engine, handle: True)
         model, state = _distributed("topk:density=0.5")
         _train(model, range(3))
         state.reducer.step += dist.get_rank()

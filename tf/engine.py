@@ -51,7 +51,7 @@ class HorovodEngine(ProcessSetEngine):
         beginning = self._prefix.removesuffix(".*")
         return beginning if beginning == self._prefix else self._numbered(beginning)
 
-    def agree(self, terms: Terms, like: Array) -> None:
+    def agree(self, terms: Terms, like: Array, at_once: bool = False) -> None:
         """Compare the ranks at once; in a graph do nothing, since it has compared everything."""
         if self._agreed is None and not tf.inside_function():
             super().agree(terms, like)

@@ -169,7 +169,7 @@ class _Engine:
         self._asking.clear()
         self._results.clear()
 
-    def agree(self, terms: Terms, like: Array) -> None:
+    def agree(self, terms: Terms, like: Array, at_once: bool = False) -> None:
         pass
 
     def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:

@@ -49,10 +49,15 @@ class Engine(Protocol):
         """Forget what is in flight, after a failure: exchanges are closed, and put back what they
         have changed already."""
 
-    def agree(self, terms: Terms, like: Array) -> None:
+    def agree(self, terms: Terms, like: Array, at_once: bool = False) -> None:
         """Begin to compare ``terms`` over the ranks, before the first ``start`` of a step;
-        ``finish`` raises ``MismatchError`` before anything else if they differ.  ``like`` is one of
-        the arrays that will be exchanged."""
+        ``finish`` raises ``MismatchError`` before anything else if they differ.
+
+        Args:
+            like: one of the arrays that will be exchanged.
+            at_once: that of this step does; else an engine may wait until that of the next one.
+                The same on all ranks.
+        """
 
     def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Raise ``MismatchError`` if the ranks are known to describe this step's tensors in
@@ -73,7 +78,8 @@ class Comparing:
 
     def _note(self, compared: Outcome) -> None:
         """Keep the error that :func:`hvd_compress.agreement.agreement` has returned, if any."""
-        self._late = compared.mean if isinstance(compared.mean, MismatchError) else None
+        if isinstance(compared.mean, MismatchError):
+            self._late = compared.mean
 
     def _raise_late(self) -> None:
         error, self._late = self._late, None

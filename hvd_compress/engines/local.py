@@ -34,7 +34,7 @@ class LocalEngine:
     def abandon(self) -> None:
         self._results.clear()
 
-    def agree(self, terms: Terms, like: Array) -> None:
+    def agree(self, terms: Terms, like: Array, at_once: bool = False) -> None:
         pass
 
     def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:

@@ -76,7 +76,7 @@ class NamedEngine(Comparing, abc.ABC):
 
     def __init__(self) -> None:
         self._agreement: InFlight | None = None
-        self._agreed_once = False
+        self._agreed_once = self._compares_at_once = False
         self._in_flight: dict[str, InFlight] = {}
 
     @property
@@ -99,13 +99,14 @@ class NamedEngine(Comparing, abc.ABC):
     def _wait(self, handle: Any) -> Any:
         """Wait for a collective, and return its result."""
 
-    def agree(self, terms: Terms, like: Array) -> None:
+    def agree(self, terms: Terms, like: Array, at_once: bool = False) -> None:
         """Compare ``terms`` over the ranks, before all else comes in.
 
         The first time it comes in at once: ranks that differ from the start would submit what
         others never will, and nothing can call that back.
         """
         self._agreement = self._submit("agreement", agreement(terms, like))
+        self._compares_at_once = at_once
         if not self._agreed_once:
             self._bring_in_agreement(at_once=True)
             self._agreed_once = True
@@ -132,7 +133,7 @@ class NamedEngine(Comparing, abc.ABC):
 
     def finish(self) -> dict[str, Any]:
         """Wait for all exchanges, and return their results by name."""
-        self._bring_in_agreement()
+        self._bring_in_agreement(self._compares_at_once)
         self._bring_in(list(self._in_flight.values()))
         done, self._in_flight = self._in_flight, {}
         self._raise_late()

@@ -27,6 +27,14 @@ class CodedOnDevice(CodedPlan):
         self._step = loops_of(like).CodesStep(self, like)
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, list[bool]]:
+        try:
+            yield from self._met(arrays, step)
+        finally:
+            self._step.forget()
+        # Where that is not so, states are those of before already.
+        return [True] * len(self.sizes)
+
+    def _met(self, arrays: Arrays, step: Context) -> Generator[Request, Any, None]:
         xp, work, stages = backend_of(arrays.gradients[0]), self._step, self.form.stages
         x, out, *states = arrays.columns
         columns = dict(zip(self.keys, states, strict=True))
@@ -40,9 +48,9 @@ class CodedOnDevice(CodedPlan):
                 stages.updated(whole[at], {key: state[at] for key, state in own.items()}, context)
                 for at, context in parts
             ]
-            passed_on = xp.end_to_end([x for x, _ in updated])
+            passed_on, kept = xp.end_to_end([x for x, _ in updated]), [its for _, its in updated]
             frames = work.encode(passed_on, self.randoms(self.runs, step))
-            del whole, own, passed_on
+            del whole, own, updated, passed_on
         seals, checks = [m.seal for m in self.messages], [m.opened for m in self.replies]
         if owned is None:
             arrived = yield from gathered(frames[0], seals[0], checks * self.size, step)
@@ -58,10 +66,9 @@ class CodedOnDevice(CodedPlan):
             xp.write_into(out.arrays, mean)
             if stages.transforms:
                 sent = work.sent()
-                rows = zip(parts, updated, strict=True)
+                rows = zip(parts, kept, strict=True)
                 found = [
-                    stages.settled(sent[at], its, mean[at], context)
-                    for (at, context), (_, its) in rows
+                    stages.settled(sent[at], its, mean[at], context) for (at, context), its in rows
                 ]
                 if stages.finishes:
                     work.write(out, xp.end_to_end([direction for direction, _ in found]), False)
@@ -69,8 +76,6 @@ class CodedOnDevice(CodedPlan):
                     work.write(column, xp.end_to_end([its[key] for _, its in found]))
             if owned is not None:
                 work.write_owned(owned)
-        # Where that is not so, states are those of before already.
-        return [True] * len(self.sizes)
 
     def _parts(self, arrays: Arrays, step: Context) -> list[tuple[slice, Context]]:
         """Return the parts of the tensors end to end that transforms take at once: all of them, or

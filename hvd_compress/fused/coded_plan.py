@@ -154,7 +154,9 @@ class CodedPlan(StagedPlan):
             #: written
             self._looked: tuple[list[Array], list[Any]] = [], []
             lengths = [message.size for message in self.messages]
-            self.equal_sizes = max(lengths) * self.size <= _LITTLE * sum(lengths)
+            # Where messages stay on a device, nobody waits to learn sizes.
+            is_little = max(lengths) * self.size <= _LITTLE * sum(lengths)
+            self.equal_sizes = is_little or step.reads_device
             if self.equal_sizes:
                 self.replies = [Message(self.codecs, column, max(lengths)) for column in columns]
 

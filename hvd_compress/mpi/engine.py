@@ -192,7 +192,7 @@ class MpiEngine(Comparing):
         self._started = 0  # exchanges ever
         self._polled = 0.0  # when
 
-    def agree(self, terms: Terms, like: Array) -> None:
+    def agree(self, terms: Terms, like: Array, at_once: bool = False) -> None:
         self.comm.check()
         # In host memory, wherever the gradients are.
         self._agreement = self._launch("agreement", agreement(terms, np.empty(0)))

@@ -458,7 +458,9 @@ class Reducer:
         """Begin the comparison with the other ranks, once per step."""
         if not self._agrees:
             terms = {**self._terms(), **self.store.numbers()}
-            self.engine.agree(terms, self.store.for_messages(like))
+            # Where a schedule says how much is sent, ranks that differ would wait for each other.
+            at_once = bool(schedules_of(self.method))
+            self.engine.agree(terms, self.store.for_messages(like), at_once)
             self._agrees = True
 
     def _launch(self, gradients: Mapping[str, Array]) -> None:

@@ -86,7 +86,7 @@ class ThreadEngine:
     def abandon(self):
         self._flying = {}
 
-    def agree(self, terms, like):
+    def agree(self, terms, like, at_once=False):
         self._terms = encode(terms)
 
     def check_step(self, describe, planned, like):

@@ -55,7 +55,7 @@ class MpiGraphEngine:
     def size(self) -> int:
         return self._set.size()
 
-    def agree(self, terms: Terms, like: Any) -> None:
+    def agree(self, terms: Terms, like: Any, at_once: bool = False) -> None:
         """Do nothing, since the graph has compared everything."""
 
     def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:

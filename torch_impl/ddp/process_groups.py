@@ -48,7 +48,7 @@ class ProcessGroupEngine(TorchEngine):
     def _bring_in_agreement(self, at_once: bool = False) -> None:
         before, self._compared = self._compared, None
         now = self._agreement
-        if now is not None and self.reads_device and not at_once:
+        if now is not None and not at_once and self._arrives_late(now.handle):
             self._agreement = None
             self._compared = now, backend.Arriving(self._wait(now.handle))
         if before is not None:
@@ -57,6 +57,11 @@ class ProcessGroupEngine(TorchEngine):
             self._bring_in([each])
             self._note(each.result)
         super()._bring_in_agreement()
+
+    def _arrives_late(self, handle: Any) -> bool:
+        """Whether a reply is in a GPU's memory, when this has done all that was asked of it."""
+        is_staged, _, reply, _ = handle
+        return bool(reply.is_cuda) and not is_staged
 
     def abandon(self) -> None:
         super().abandon()
@@ -120,7 +125,7 @@ class ProcessGroupEngine(TorchEngine):
     @property
     def reads_host(self) -> bool:
         """Whether tensors in host memory are sent from there, which NCCL alone does not do."""
-        return bool(dist.get_backend(self.group) != dist.Backend.NCCL)
+        return "cpu:" in dist.get_backend_config(self.group)
 
     def _reachable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor where the library can read it."""

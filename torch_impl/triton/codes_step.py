@@ -9,6 +9,7 @@ found out on the GPU, and decides there what is sent and written: the host waits
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ class CodesStep:
     """
 
     def __init__(self, plan: Any, like: torch.Tensor) -> None:
-        self._plan, self._device = plan, like.device
+        self._plan, self._device = weakref.proxy(plan), like.device
         self.tensors = _end_to_end(plan.sizes)
         spans = [_inside(self.tensors[run.tensor], run.own) for run in plan.runs]
         sent = _starts(plan.messages)
@@ -99,7 +100,6 @@ class CodesStep:
         assert self._made is not None
         sent = torch.zeros(self.tensors[-1].stop, device=self._device)
         self._made.decode(sent)
-        self._made = None
         for i, foreign in self._foreign().items():
             add_scaled(sent[self.tensors[i]], foreign, -1.0)
         return sent
@@ -163,7 +163,10 @@ class CodesStep:
         if self._own is not None:
             own, layout = self._own_tensors, self._own.layout
             self._write(owned, self._left, self._plan.mine, own, layout, None, True)
-            self._left = self._fine  # nothing as large as the gradients is kept between steps
+
+    def forget(self) -> None:
+        """Drop what is of one step: nothing as large as the gradients is kept between steps."""
+        self._left, self._made, self._infinite = self._fine, None, None
 
     def _write(
         self,
@@ -193,14 +196,6 @@ class CodesStep:
 
     def _foreign(self) -> dict[int, torch.Tensor]:
         return {i: from_numpy(x, self._fine) for i, x in self._plan.foreign.items()}
-
-    def _forget_foreign(self, owned: Column) -> None:
-        """Drop what has gone along, which is seldom any; the host waits to know it."""
-        if self._plan.foreign:
-            fine = to_numpy(self._fine)
-            for i in [i for i in self._plan.foreign if fine[i]]:
-                owned.arrays[i].data.zero_()
-                del self._plan.foreign[i]
 
     def _codes_at(
         self,

@@ -31,7 +31,7 @@ class SumStep:
     def __init__(self, sizes: Sequence[int], like: torch.Tensor) -> None:
         self._device, self._count = like.device, len(sizes)
         blocks = numbered(-(-np.array(sizes) // _WIDTH))
-        self._blocks = self._table(np.stack(blocks, 1)).int()
+        self._blocks = self._table(np.stack(blocks, 1).astype(np.int32))
         self._grid = (len(self._blocks),)
         starts = np.cumsum([0, *sizes[:-1]])
         self._tensors = self._table(np.stack([sizes, starts], 1))

@@ -285,8 +285,8 @@ def move(
     ``everything`` are the messages of all ranks, of ``row`` words each; ``heads``, ``values`` and
     ``places`` are in this rank's own."""
     block, t, start = _block(tensors, owners, width)
-    at = start + tl.arange(0, width)
-    inside = at < tl.load(tensors + t * _COLUMNS + _N)
+    at, n = start + tl.arange(0, width), tl.load(tensors + t * _COLUMNS + _N)
+    inside = at < n
     residual_to = _pointer(addresses, t, RESIDUAL, aligned)
     velocity_to = _pointer(addresses, t, VELOCITY, aligned)
     magnitude = 0
@@ -298,10 +298,16 @@ def move(
     if limited:
         fine = fine & (tl.load(overflows + t) == 0)
     if fine:
-        velocity, residual = _moved(addresses, t, at, inside, momenta, kind, aligned)
-        if kind != 0:
-            tl.store(velocity_to + at, velocity, mask=inside)
-        tl.store(residual_to + at, residual, mask=inside)
+        if start + width <= n:  # without a mask, which would keep it from moving vectors
+            velocity, residual = _moved(addresses, t, at, None, momenta, kind, aligned)
+            if kind != 0:
+                tl.store(velocity_to + at, velocity)
+            tl.store(residual_to + at, residual)
+        else:
+            velocity, residual = _moved(addresses, t, at, inside, momenta, kind, aligned)
+            if kind != 0:
+                tl.store(velocity_to + at, velocity, mask=inside)
+            tl.store(residual_to + at, residual, mask=inside)
         tl.debug_barrier()  # other threads have written what is read here
         begin, end = _entries(heads, block, tensor_count, block_count, entries)
         for first in range(begin, end, chunk):
@@ -335,7 +341,10 @@ def average(
     at = start + tl.arange(0, width)
     inside = at < n
     out = _pointer(addresses, t, OUT, aligned)
-    tl.store(out + at, tl.zeros((width,), tl.float32), mask=inside)
+    if start + width <= n:  # without a mask, which would keep it from moving vectors
+        tl.store(out + at, tl.zeros((width,), tl.float32))
+    else:
+        tl.store(out + at, tl.zeros((width,), tl.float32), mask=inside)
     heads = everything
     values += values_at
     places += places_at
@@ -352,8 +361,13 @@ def average(
         values += values_row
         places += places_row
     tl.debug_barrier()
-    mean = tl.div_rn(tl.load(out + at, mask=inside, other=0.0), tl.full((width,), size, tl.float32))
-    tl.store(out + at, mean, mask=inside)
+    by = tl.full((width,), size, tl.float32)
+    if start + width <= n:
+        mean = tl.div_rn(tl.load(out + at), by)
+        tl.store(out + at, mean)
+    else:
+        mean = tl.div_rn(tl.load(out + at, mask=inside, other=0.0), by)
+        tl.store(out + at, mean, mask=inside)
     if limited:
         reaches = tl.max((tl.abs(mean) >= tl.load(limits + t)).to(tl.int32))
         tl.atomic_max(overflows + t, reaches, sem="relaxed")

@@ -151,7 +151,7 @@ class PowerStep:
 
     def _blocks(self, sizes: np.ndarray, width: int) -> torch.Tensor:
         """The matrix and the number there of each block (int32)."""
-        return self._table(np.stack(numbered(-(-sizes // width)), 1)).int()
+        return self._table(np.stack(numbered(-(-sizes // width)), 1).astype(np.int32))
 
     def _table(self, rows: np.ndarray) -> torch.Tensor:
         # At once: whoever finds it later may be in another stream.

@@ -116,7 +116,7 @@ class Layout:
 
     def _blocks(self, sizes: np.ndarray, width: int) -> torch.Tensor:
         """Return task and block of each program (int32)."""
-        return self._table(np.stack(numbered(-(-sizes // width)), 1)).int()
+        return self._table(np.stack(numbered(-(-sizes // width)), 1).astype(np.int32))
 
     def _table(self, rows: np.ndarray) -> torch.Tensor:
         # At once: whoever finds it later may be in another stream.
