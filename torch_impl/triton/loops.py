@@ -46,7 +46,7 @@ _CAUSES = (
 _LIMITS = {"float32": np.inf, "float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119}
 
 
-class Message:
+class BlockMessage:
     """The layout of a message: a header, the tensors' largest magnitudes, the number of the first
     entry of each block (both int32), values, and the entries' places within their blocks (int16).
 
@@ -112,7 +112,7 @@ class TopKStep:
         self._grid, self._entries, self._count = (sum(blocks),), sum(counts), len(sizes)
         self._tensors = self._table(np.array([*rows], np.int64))
         self._owners = self._table(np.repeat(np.arange(len(sizes)), blocks))
-        self.layout = Message(sum(sizes), len(sizes), *self._grid, self._entries, values)
+        self.layout = BlockMessage(sum(sizes), len(sizes), *self._grid, self._entries, values)
         self.message = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=like.device)
         self._own = self._views(self.message)
         self._memory = _Memory(len(sizes), *self._grid, room, like)
