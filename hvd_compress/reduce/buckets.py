@@ -165,15 +165,10 @@ class Buckets:
             here = [self._entries[name] for name in bucket.names if name in self._entries]
             self._send([entry.name for entry in here if not entry.look.together])
             self.next = next(self._left, None)
-        parts: dict[str, Any] = {}
         for names_of_one in self._split([name for name in names if name not in self._sent]):
             self._send(names_of_one)
-            # One after the other: all messages of the first step would be the gradients once more.
-            if not self.plan and not backend_of(like).traces:
-                with phase("wait"):
-                    parts |= engine.finish()
         with phase("wait"):
-            parts |= engine.finish()
+            parts = engine.finish()
         if self._entries or len(names) < len(self._planned):
             before, self._planned = self._planned, {name: self._look(name) for name in names}
             kinds = ({n: look.kind for n, look in x.items()} for x in (before, self._planned))
