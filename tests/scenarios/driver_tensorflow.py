@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from hvd_compress import as_compressor
 from hvd_compress.errors import MismatchError
-from hvd_compress.tensorflow.keras.codistillation import LOSSES as LOSSES
 from tests.scenarios import oracle
 
 tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -24,6 +23,7 @@ if library == "mpi":  # nothing may import it
     sys.modules["horovod"] = None
 _ENDING = ".mpi" if library == "mpi" else ""
 hvd: Any = importlib.import_module(f"hvd_compress.tensorflow{_ENDING}")
+LOSSES: Any = importlib.import_module("hvd_compress.tensorflow.keras.codistillation").LOSSES
 hvd_keras: Any = importlib.import_module(f"hvd_compress.tensorflow.keras{_ENDING}")
 
 
