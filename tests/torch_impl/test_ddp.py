@@ -71,13 +71,15 @@ def test_what_was_loaded_too_early_is_saved_again():
         del state
 
 
-@pytest.mark.parametrize("library", ["nccl", "gloo"])
-def test_messages_of_nccl_are_where_the_gradients_are(monkeypatch, library):
-    """Not on the current device, which may be another one."""
-    monkeypatch.setattr(dist, "get_backend", lambda group: library)
+@pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+def test_messages_are_where_a_library_reads_them(monkeypatch, backends):
+    """With NCCL alone where the gradients are: not on the current device, which may be another."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
     there, x = torch.device("meta"), torch.ones(2)
-    found = ProcessGroupEngine(None, there)._reachable(x)
-    assert found.device == there if library == "nccl" else found is x
+    engine = ProcessGroupEngine(None, there)
+    found = engine._reachable(x)
+    assert found is x if "cpu" in backends else found.device == there
+    assert engine.reads_device is ("nccl" in backends)
 
 
 class _AlikeNodes(Nodes):
