@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say: where packages live in the repository, and the compiled loops."""
+"""The folders of packages in the repository, and the compiled loops: pyproject.toml cannot say
+them."""
 
 from pathlib import Path
 

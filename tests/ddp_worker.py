@@ -654,7 +654,7 @@ def compiled_models_train_under_autocast() -> None:
 
 @_of_several
 def over_nccl_ranks_that_differ_learn_it_a_step_later() -> None:
-    """Where messages stay on a GPU the host does not wait for the comparison of the same step."""
+    """The host does not wait for the comparison of the same step if messages stay on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProcessGroupEngine, "_arrives_late", lambda engine, handle: True)
         model, state = _distributed("topk:density=0.5")

@@ -7,7 +7,7 @@ from collections.abc import Generator, Hashable, Sequence
 from typing import Any
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Spec
+from hvd_compress.base import Context, Spec
 from hvd_compress.fused.coded_plan import OWNED, CodedPlan
 from hvd_compress.fused.in_place import Arrays
 from hvd_compress.fused.on_device import gathered, scattered
@@ -24,15 +24,14 @@ class CodedOnDevice(CodedPlan):
     ) -> None:
         super().__init__(form, specs, key, step, *which)
         like = specs[0].x
-        self._step = loops_of(like).CodesStep(self, like)
+        loops = loops_of(like)
+        self._step, self._joined = loops.CodesStep(self, like), loops.joined
 
-    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, list[bool]]:
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, None]:
         try:
             yield from self._met(arrays, step)
         finally:
             self._step.forget()
-        # Where that is not so, states are those of before already.
-        return [True] * len(self.sizes)
 
     def _met(self, arrays: Arrays, step: Context) -> Generator[Request, Any, None]:
         xp, work, stages = backend_of(arrays.gradients[0]), self._step, self.form.stages
@@ -42,8 +41,8 @@ class CodedOnDevice(CodedPlan):
         with phase("encode"):
             if owned is not None:
                 self.look(owned.arrays)
-            parts, whole = self._parts(arrays, step), _joined(xp, x.arrays)
-            own = {key: _joined(xp, column.arrays) for key, column in columns.items()}
+            parts, whole = self._parts(arrays, step), self._joined(x.arrays)
+            own = {key: self._joined(column.arrays) for key, column in columns.items()}
             updated = [
                 stages.updated(whole[at], {key: state[at] for key, state in own.items()}, context)
                 for at, context in parts
@@ -71,9 +70,11 @@ class CodedOnDevice(CodedPlan):
                     stages.settled(sent[at], its, mean[at], context) for (at, context), its in rows
                 ]
                 if stages.finishes:
-                    work.write(out, xp.end_to_end([direction for direction, _ in found]), False)
+                    work.write(
+                        "out", out, xp.end_to_end([direction for direction, _ in found]), False
+                    )
                 for key, column in columns.items():
-                    work.write(column, xp.end_to_end([its[key] for _, its in found]))
+                    work.write(key, column, xp.end_to_end([its[key] for _, its in found]))
             if owned is not None:
                 work.write_owned(owned)
 
@@ -84,9 +85,3 @@ class CodedOnDevice(CodedPlan):
             whole = slice(0, self._step.tensors[-1].stop)
             return [(whole, arrays.context(step, 0))]
         return [(at, arrays.context(step, i)) for i, at in enumerate(self._step.tensors)]
-
-
-def _joined(xp: Any, arrays: Sequence[Array]) -> Array:
-    """Return arrays end to end, in new memory."""
-    x = xp.end_to_end(arrays)
-    return xp.copy(x) if len(arrays) == 1 else x

@@ -57,11 +57,6 @@ class FusedSum:
         plan = SumOnDevice if on_device and loops_of(x) is not None else SumPlan
         return plan(self, specs, key, step)
 
-    def momenta_of(self, momenta: Sequence[float]) -> Sequence[float]:
-        """Return the momentum of each tensor, given the optimizer's."""
-        own = self.momentum.momentum
-        return momenta if own is None else [own] * len(momenta)
-
 
 class SumOnDevice(InPlacePlan):
     """Sums of tensors on a device, of which the host need not know whether they are finite."""
@@ -73,14 +68,12 @@ class SumOnDevice(InPlacePlan):
         self.keys = () if form.momentum is None else ("velocity",)
         self._step = loops_of(specs[0].x).SumStep(self.sizes, specs[0].x)
 
-    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, Sequence[bool]]:
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, None]:
         form, columns = self.form, arrays.columns
         own = self._step.joined(columns)
         total = yield Sum(own, form.wire, form.algorithm, owned=True)
-        momenta = None if form.momentum is None else form.momenta_of(arrays.momenta)
+        momenta = None if form.momentum is None else form.momentum.momenta_in_use(arrays.momenta)
         self._step.settle(columns, total, self.size, momenta, form.nesterov)
-        # Where that is not so, states are those of before already.
-        return [True] * len(self.sizes)
 
 
 class SumPlan(Plan):
@@ -145,7 +138,7 @@ class SumPlan(Plan):
         sizes, nesterov = self._sizes, self.form.nesterov
 
         def settled() -> tuple[Array, Array]:
-            of_each = self.form.momenta_of(momenta)
+            of_each = self.form.momentum.momenta_in_use(momenta)
             if len({*of_each}) == 1:
                 direction, velocity = heavy_ball(mean, old, of_each[0], nesterov)
             else:

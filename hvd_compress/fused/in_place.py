@@ -164,7 +164,7 @@ class InPlacePlan(Plan):
                 try:
                     request = meeting.send(reply)
                 except StopIteration as stop:
-                    finite: Sequence[bool] | np.ndarray = stop.value
+                    finite: Sequence[bool] | np.ndarray | None = stop.value
                     break
                 reply = yield request
                 arrays.check()
@@ -174,6 +174,7 @@ class InPlacePlan(Plan):
         elif out is not gradients:
             directions = list(map(in_place_of, gradients, out))
         new: dict[int, State] = {}
+        finite = [True] * len(self.sizes) if finite is None else finite
         if not is_known or arrays.new is not None or not all(finite):
             new = dict(enumerate(settled(arrays.by_tensor(), finite, arrays.new)))
             if is_known and arrays.new is None:  # others are where the old ones were
@@ -196,8 +197,9 @@ class InPlacePlan(Plan):
     @abc.abstractmethod
     def meet(
         self, arrays: Arrays, step: Context
-    ) -> Generator[Request, Any, Sequence[bool] | np.ndarray]:
-        """Write results and states; return of which tensors they are finite."""
+    ) -> Generator[Request, Any, Sequence[bool] | np.ndarray | None]:
+        """Write results and states; return of which tensors they are finite, or ``None`` where the
+        states of others are those of before already: a device does not tell the host."""
 
 
 class Views(NamedTuple):

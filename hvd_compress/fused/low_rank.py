@@ -81,7 +81,7 @@ class LowRankPlan(InPlacePlan):
     def sizes_of(self, key: str) -> list[int]:
         return self._widths if key == _Q else self.sizes
 
-    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray | None]:
         with phase("encode"):
             rows = self._step.left(arrays.columns)
         total = yield Sum(rows, owned=True)
@@ -89,5 +89,5 @@ class LowRankPlan(InPlacePlan):
             own = self._step.right(arrays.columns, total)
         total = yield Sum(own)
         with phase("add_up"):
-            finite: np.ndarray = self._step.settle(arrays.columns, total)
+            finite: np.ndarray | None = self._step.settle(arrays.columns, total)
         return finite

@@ -70,15 +70,13 @@ class FusedTopK(InPlaceForm):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of the states that are used."""
+        """The keys of the states that are used."""
         return (_R,) if self.correction is None else (_R, _V)
 
-    def momenta_of(self, momenta: Sequence[float]) -> Sequence[float] | None:
-        """Return those in use, given the optimizer's; ``None`` without momentum correction."""
-        if self.correction is None:
-            return None
-        own = self.correction.momentum
-        return momenta if own is None else [own] * len(momenta)
+    def momenta_in_use(self, momenta: Sequence[float]) -> Sequence[float] | None:
+        """Return the momentum of each tensor, given the optimizer's; ``None`` without momentum
+        correction."""
+        return None if self.correction is None else self.correction.momenta_in_use(momenta)
 
     def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> InPlacePlan:
         plan = TopKPlan if is_on_host(specs[0].x) else TopKOnDevice
@@ -102,7 +100,7 @@ class TopKPlan(InPlacePlan):
         self.requests = [gather_of(self._message)]
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
-        momenta = self.form.momenta_of(arrays.momenta)
+        momenta = self.form.momenta_in_use(arrays.momenta)
         kept = self._kept(arrays, step)
         try:
             finite = yield from self._met(arrays, step, momenta, kept)

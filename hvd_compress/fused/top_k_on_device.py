@@ -36,10 +36,10 @@ class TopKOnDevice(InPlacePlan):
             return super().results_for(x, dtypes, step)
         return [self.empty(each) for each in x]  # gradients are read after results are known
 
-    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, list[bool]]:
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, None]:
         form = self.form
         with phase("search"):
-            momenta = form.momenta_of(arrays.momenta)
+            momenta = form.momenta_in_use(arrays.momenta)
             message = self._step.encode(arrays.columns, momenta, form.nesterov)
         layout = self._step.layout
         seal, checks = layout.header.seal, [layout.opened] * self.size
@@ -48,5 +48,3 @@ class TopKOnDevice(InPlacePlan):
             dtypes = None if set(arrays.dtypes) == {"float32"} else arrays.dtypes
             masking = form.correction is not None and form.correction.masking
             self._step.settle(arrays.columns, everything, self.size, masking, dtypes)
-        # Where that is not so, states are those of before already.
-        return [True] * len(self.sizes)

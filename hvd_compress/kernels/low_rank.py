@@ -247,7 +247,8 @@ class PowerStep:
 
     def settle(self, columns: Sequence[Column], total: Array) -> np.ndarray:
         """Write averages and states, given the sum of all ranks' Q; return of which matrices the
-        average is finite (bool).  States of others stay as they are."""
+        average is finite (bool).  States of others stay as they are; a GPU sees to them by itself,
+        and returns ``None``."""
         _, out, factors, *residuals = columns
         factors, left = factors.on_host(), residuals[0] if residuals else None
         np.divide(backend_of(total).to_numpy(total), self._size, out=self._new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
@@ -32,6 +33,10 @@ class TakesMomentum(Transform):
             context.momentum if self.momentum is None else self.momentum,
             context.nesterov if self.nesterov is None else self.nesterov,
         )
+
+    def momenta_in_use(self, momenta: Sequence[float]) -> Sequence[float]:
+        """Return the momentum of each of several tensors, given the optimizer's."""
+        return momenta if self.momentum is None else [self.momentum] * len(momenta)
 
 
 def heavy_ball(gradient: Array, velocity: Array, m: float, nesterov: bool) -> tuple[Array, Array]:

@@ -124,7 +124,7 @@ def entries_of(step, message):
 
 
 def numpys(plain, sizes, counts, momentum, nesterov, masking, half):
-    """What the ranks send, by rank; writes results and states of all in NumPy."""
+    """Return the messages of the ranks; writes results and states of all in NumPy."""
     selections, sent = [reference.Selection(sizes, counts) for _ in plain], []
     steps, lefts, finite = [], [], np.ones(len(sizes), bool)
     for own, selection in zip(plain, selections, strict=True):
@@ -271,7 +271,7 @@ def test_means_without_room_in_their_dtype_leave_states_as_they_are(loops, dtype
 @pytest.mark.parametrize("kind", ["normal", "special"])
 @pytest.mark.parametrize(("momentum", "nesterov"), [(None, False), (0.9, False), (0.9, True)])
 def test_sums_are_those_of_numpy(loops, kind, momentum, nesterov):
-    """What two ranks send, averages, directions and velocities."""
+    """Messages of two ranks, averages, directions and velocities."""
     random, sizes = np.random.default_rng(3), [1500, 1, 70]
     steps = [loops.SumStep(sizes, torch.empty(0, device=DEVICE)) for _ in "ab"]
     for _ in range(3):
@@ -451,7 +451,7 @@ def waits_of(call):
 
 
 def test_the_host_never_waits_for_a_step_of_a_bucket(loops):
-    """Where messages stay on the device, and tensors where they are."""
+    """If messages stay on the device, and tensors where they are."""
     sizes, random = [500, 70], np.random.default_rng(0)
     step = loops.TopKStep(sizes, [5, 1], "float32", torch.empty(0, device=DEVICE))
     _, arrays = columns_of(random, sizes, "normal", 0.9)

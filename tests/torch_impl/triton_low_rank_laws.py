@@ -73,8 +73,8 @@ def step_of(power_step, device, shapes, rank, seed, *, bad=None, keeps=True):
     total = found[-1][0] + found[-1][1]
     for step, own in pairs:
         finite = step.settle(own, total.clone())
-        for column in own[2:]:  # a GPU's have been seen to already
-            for i in np.flatnonzero(~finite):
+        for column in own[2:]:
+            for i in [] if finite is None else np.flatnonzero(~finite):  # a GPU has done so
                 column.arrays[i] = in_range({"x": column.arrays[i]})["x"]
         found += [column.arrays for column in own]
     return [x for part in found for x in part]
@@ -188,9 +188,11 @@ def test_ranks_that_are_too_large_are_exchanged_by_blocks(own, by_triton):
         assert power_sgd(rank=rank).fused((), None).takes(x) is taken
 
 
-def test_a_bucket_is_eight_launches_and_waits_once(own, no_loads_ahead, by_triton, monkeypatch):
+def test_a_bucket_is_eight_launches_and_no_wait(own, no_loads_ahead, by_triton, monkeypatch):
     """Whatever the number of matrices, in a step like the one before."""
     from triton.runtime import jit
+
+    from hvd_compress.torch.triton import tasks
 
     launched, uploads, launch = [], [], jit.KernelInterface.__getitem__
 
@@ -211,10 +213,10 @@ def test_a_bucket_is_eight_launches_and_waits_once(own, no_loads_ahead, by_trito
                     x.copy_(torch.tensor(random.standard_normal((4, 6)).astype(np.float32)))
                 if number == 2:
                     patch.setattr(jit.KernelInterface, "__getitem__", counting)
-                    patch.setattr(own, "from_numpy", uploads.append)
+                    patch.setattr(tasks, "from_numpy", uploads.append)
                 waits = waits_of(functools.partial(reducer.reduce, gradients))
         assert len(set(launched)) == len(launched) == 8
-        assert waits <= 1
+        assert waits == 0
         assert not uploads
         launched.clear()
 

@@ -22,9 +22,9 @@ from hvd_compress.kernels.codecs import Digits, Halves, Natural, Signs
 
 from . import codec_kernels as kernels
 from . import sum_kernels as terms
-from .sums import EXACT, limits_of, of_sums, pairs_of_means, scales, sums
+from .sums import limits_of, of_sums, pairs_of_means, scales, sums
 from .task_kernels import CODE, START
-from .tasks import WIDTH, Layout, Span
+from .tasks import EXACT, WIDTH, Layout, Span
 
 _FLOAT32 = np.dtype(np.float32)
 #: so many codes, and the bytes from one to the next

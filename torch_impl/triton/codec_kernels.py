@@ -266,7 +266,7 @@ def draw_zeros(x, ends, draws, out, notes, tasks, blocks, width: tl.constexpr):
 
 @triton.jit
 def _known(out, at, inside, how: tl.constexpr):
-    """What decoded values are added to, or taken off."""
+    """The values that decoded ones are added to, or taken off."""
     if how == WRITE:
         return tl.zeros(at.shape, tl.float32)
     return tl.load(out + at, mask=inside, other=0.0)

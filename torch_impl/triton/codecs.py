@@ -104,7 +104,7 @@ class Codes:
         with torch.cuda.device_of(out):
             loops.decode(self._loops, self.layout, codes, out, ADD if add else WRITE, ranks)
 
-    def finite(self, x: torch.Tensor) -> torch.Tensor:
+    def look(self, x: torch.Tensor) -> torch.Tensor:
         """Return notes of which runs of ``x`` are not finite."""
         notes = torch.zeros(NOTES.value * len(self.layout), dtype=torch.int32, device=x.device)
         with torch.cuda.device_of(x):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +23,7 @@ from hvd_compress.wire.header import START
 from ..backend import add_scaled, copy, end_to_end, from_numpy, to_numpy
 from . import codec_kernels as kernels
 from .codecs import Codes, Made
-from .tasks import WIDTH, Layout
-
-_EXACT = {"enable_fp_fusion": False}
-#: that are kept
-_MOST_TABLES = 16
+from .tasks import EXACT, WIDTH, Layout, Table, table_of
 
 
 class CodesStep:
@@ -73,8 +70,8 @@ class CodesStep:
         self._flags = self._table(np.array(arriving[:-1]) + START)
         #: which runs' codes mean numbers, and which tensors get new states
         self._known, self._fine = (self._int32(n) for n in (len(tensors), count))
-        #: tables of addresses: those of a step are most often those of the last
-        self._places: dict[Any, torch.Tensor | None] = {}
+        #: addresses, by what is there
+        self._places = defaultdict[str, Table](lambda: Table(self._fine))
         #: of a step: what is left of sums, the codes, and notes of averages that are not finite
         self._left = self._fine
         self._made: Made | None = None
@@ -114,7 +111,7 @@ class CodesStep:
         plan = self._plan
         if self._own is None:
             return self.reply
-        self._left = left = _joined([owned.arrays[i].reshape(-1)[own] for i, own, _ in plan.mine])
+        self._left = left = joined([owned.arrays[i].reshape(-1)[own] for i, own, _ in plan.mine])
         self._own.read(arrived, left, add=True, ranks=plan.size)
         made = self._own.encode(left, randoms, self.reply)
         made.take_off(left)
@@ -139,19 +136,20 @@ class CodesStep:
                 is_whole=plan.is_whole,
             )
             self._results.read(arrived, total, add=plan.is_whole, ranks=ranks)
-            self._infinite = self._results.finite(total) if plan.is_whole else None
+            self._infinite = self._results.look(total) if plan.is_whole else None
             kernels.divide[(len(layout.elements),)](
                 *(total, self._known, layout.tasks, layout.elements, float(plan.size)),
                 width=WIDTH,
-                **_EXACT,
+                **EXACT,
             )
         return total
 
-    def write(self, to: Column, x: torch.Tensor, is_state: bool = True) -> None:
+    def write(self, what: str, to: Column, x: torch.Tensor, is_state: bool = True) -> None:
         """Write what is end to end in ``x`` into the arrays of tensors whose average is finite.
         States of others stay as they are, within range."""
         layout, infinite = self._results.layout, self._infinite
-        self._write(to, x, self._plan.runs, self._tensor_of, layout, infinite, is_state)
+        places = self._places_of(what, to, self._plan.runs)
+        self._write(places, x, self._tensor_of, layout, infinite, is_state)
 
     def write_owned(self, owned: Column) -> None:
         """Write what owners have left out."""
@@ -161,8 +159,8 @@ class CodesStep:
                 owned.arrays[i].data.zero_()
                 del self._plan.foreign[i]
         if self._own is not None:
-            own, layout = self._own_tensors, self._own.layout
-            self._write(owned, self._left, self._plan.mine, own, layout, None, True)
+            places = self._places_of("owned", owned, self._plan.mine)
+            self._write(places, self._left, self._own_tensors, self._own.layout, None, True)
 
     def forget(self) -> None:
         """Drop what is of one step: nothing as large as the gradients is kept between steps."""
@@ -170,21 +168,13 @@ class CodesStep:
 
     def _write(
         self,
-        to: Column,
+        places: torch.Tensor,
         x: torch.Tensor,
-        runs: Sequence[Any],
         tensors: torch.Tensor,
         layout: Layout,
         infinite: torch.Tensor | None,
         is_state: bool,
     ) -> None:
-        starts = [4 * run.own.start for run in runs]
-        found = to.addresses[[run.tensor for run in runs]] + starts
-        places = self._places.setdefault((len(runs), found.tobytes()), None)
-        if places is None:
-            if len(self._places) > _MOST_TABLES:
-                self._places.clear()
-            places = self._places[len(runs), found.tobytes()] = from_numpy(found, self._fine)
         with torch.cuda.device_of(x):
             kernels.write[(len(layout.elements),)](
                 *(places, x, self._fine, tensors, self._fine if infinite is None else infinite),
@@ -193,6 +183,11 @@ class CodesStep:
                 is_state=is_state,
                 width=WIDTH,
             )
+
+    def _places_of(self, what: str, column: Column, runs: Sequence[Any]) -> torch.Tensor:
+        """Return the addresses of runs in the arrays of a column."""
+        starts = [4 * run.own.start for run in runs]
+        return self._places[what].of(column.addresses[[run.tensor for run in runs]] + starts)
 
     def _foreign(self) -> dict[int, torch.Tensor]:
         return {i: from_numpy(x, self._fine) for i, x in self._plan.foreign.items()}
@@ -210,14 +205,13 @@ class CodesStep:
         return Codes([self._plan.codecs[run.tensor] for run in runs], spans, like, places)
 
     def _table(self, rows: Any) -> torch.Tensor:
-        # At once: whoever finds it later may be in another stream.
-        return torch.from_numpy(np.array(rows, np.int64)).to(self._device)
+        return table_of(np.array(rows, np.int64), self._device)
 
     def _int32(self, n: int) -> torch.Tensor:
         return torch.empty(n, dtype=torch.int32, device=self._device)
 
 
-def _joined(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return arrays end to end, in new memory."""
     x = end_to_end(arrays)
     return copy(x) if len(arrays) == 1 else x

@@ -48,7 +48,7 @@ def join(addresses, tensors, blocks, own, infinite, width: tl.constexpr):
 
 @triton.jit
 def spoil(tensors, blocks, own, infinite, width: tl.constexpr):
-    """Of a tensor that is not finite the others shall see nothing else."""
+    """Write NaN into all of a tensor that is not finite, so that the others see nothing else."""
     t, at, inside, start = _block(tensors, blocks, width)
     if tl.load(infinite + t) != 0:
         tl.store(own + start + at, float("nan"), mask=inside)

@@ -26,10 +26,20 @@ from hvd_compress.wire.header import Header, Kind, failing, length_tag, opened
 from ..backend import from_numpy
 from . import kernels, low_rank
 from .codecs import Codes, placed
-from .codes_step import CodesStep
+from .codes_step import CodesStep, joined
 from .dense import SumStep
+from .tasks import EXACT, Table, table_of
 
-__all__ = ["Codes", "CodesStep", "SumStep", "TopKStep", "low_rank", "placed", "stream"]
+__all__ = [
+    "Codes",
+    "CodesStep",
+    "SumStep",
+    "TopKStep",
+    "joined",
+    "low_rank",
+    "placed",
+    "stream",
+]
 
 #: elements of a block, and candidates that it has room for
 WIDTH, ROOM = 4096, 256
@@ -37,8 +47,6 @@ WIDTH, ROOM = 4096, 256
 _CHUNK = 128
 #: the digits of a magnitude, from the first to the last: lower bits, and its own
 _DIGITS = ((20, 11), (10, 10), (0, 10))
-#: products and sums are not contracted, since the bits must be those of NumPy
-_EXACT = {"enable_fp_fusion": False}
 _CAUSES = (
     "the ranks do not run the same version with the same compression options, or some have no GPU"
 )
@@ -108,26 +116,23 @@ class TopKStep:
     ) -> None:
         blocks = [-(-n // width) for n in sizes]
         rows = zip(sizes, counts, _starts(blocks), _starts(counts), strict=True)
-        self._device, self._width, self._room = like.device, width, room
+        self._width, self._room = width, room
         self._grid, self._entries, self._count = (sum(blocks),), sum(counts), len(sizes)
-        self._tensors = self._table(np.array([*rows], np.int64))
-        self._owners = self._table(np.repeat(np.arange(len(sizes)), blocks))
+        self._tensors = table_of(np.array([*rows], np.int64), like.device)
+        self._owners = table_of(np.repeat(np.arange(len(sizes)), blocks), like.device)
         self.layout = BlockMessage(sum(sizes), len(sizes), *self._grid, self._entries, values)
         self.message = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=like.device)
         self._own = self._views(self.message)
         self._memory = _Memory(len(sizes), *self._grid, room, like)
-        #: of the last step: addresses, and whether all are multiples of 16; momenta, and their kind
-        self._places = np.empty(0, np.int64)
-        self._addresses, self._is_aligned = self._tensors, False
-        self._known_momenta, self._momenta, self._kind = np.empty(0), self.message, 0
+        self._addresses, self._known_momenta = Table(self.message), Table(self.message)
+        #: of the last step: whether all addresses are multiples of 16; momenta, and their kind
+        self._is_aligned, self._momenta, self._kind = False, self.message, 0
 
     def encode(
         self, columns: Sequence[Column], momentum: Momentum = None, nesterov: bool = False
     ) -> torch.Tensor:
         """Write the message of the elements that are selected, and return it."""
-        momenta = momenta_of(momentum, self._count)
-        if not np.array_equal(momenta, self._known_momenta):
-            self._known_momenta, self._momenta = momenta, from_numpy(momenta, self.message)
+        self._momenta = self._known_momenta.of(momenta_of(momentum, self._count))
         self._kind = 0 if momentum is None else 2 if nesterov else 1
         with torch.cuda.device_of(self.message):
             self._find(columns)
@@ -144,7 +149,7 @@ class TopKStep:
             **form,
             aligned=self._is_aligned,
             num_warps=8,
-            **_EXACT,
+            **EXACT,
         )
         for histograms, (shift, digits) in zip(memory.histograms, _DIGITS, strict=True):
             kernels.count_digits[self._grid](
@@ -153,7 +158,7 @@ class TopKStep:
                 shift=shift,
                 digits=digits,
                 num_warps=2,
-                **_EXACT,
+                **EXACT,
             )
             kernels.decide_digit[(self._count,)](
                 *(self._tensors, memory.largest, memory.thresholds),
@@ -165,14 +170,14 @@ class TopKStep:
             *(*tables, *candidates, memory.prefixes, *memory.hits, momenta),
             **form,
             num_warps=2,
-            **_EXACT,
+            **EXACT,
         )
         kernels.write_selected[self._grid](
             *(*tables, *candidates, memory.prefixes, memory.missing),
             *(*memory.hits, *memory.hits.cumsum(1), heads, *self._own[1:], momenta, self._count),
             **form,
             num_warps=2,
-            **_EXACT,
+            **EXACT,
         )
 
     def settle(
@@ -208,7 +213,7 @@ class TopKStep:
                 *(self.layout.places.start // 2, row // 2, float(size)),
                 aligned=self._is_aligned,
                 **form,
-                **_EXACT,
+                **EXACT,
             )
 
         with torch.cuda.device_of(messages):
@@ -221,7 +226,7 @@ class TopKStep:
                 aligned=self._is_aligned,
                 masking=masking,
                 **form,
-                **_EXACT,
+                **EXACT,
             )
             if not is_limited:
                 average()
@@ -238,14 +243,8 @@ class TopKStep:
         x, out, *states = (column.addresses for column in columns)
         states += [x] * (2 - len(states))
         places = np.stack([x, out, *states], 1)
-        if not np.array_equal(places, self._places):
-            self._places, self._addresses = places, from_numpy(places, self.message)
-            self._is_aligned = not (places % 16).any()
-        return self._addresses, self._tensors, self._owners
-
-    def _table(self, rows: np.ndarray) -> torch.Tensor:
-        # At once: whoever finds it later may be in another stream.
-        return torch.from_numpy(rows).to(self._device)
+        self._is_aligned = not (places % 16).any()
+        return self._addresses.of(places), self._tensors, self._owners
 
 
 class _Memory:
@@ -269,15 +268,11 @@ class _Memory:
         self.prefixes, self.missing = empty(count), empty(count)
         #: whose means have no room in their dtypes, and from where on they have not
         self.overflows = empty(count)
-        self._dtypes: Sequence[str] = []
-        self._limits = self.thresholds.view(torch.float32)
+        self._limits = Table(self.thresholds)
 
     def limits(self, dtypes: Sequence[str]) -> torch.Tensor:
         """Return the smallest magnitudes that are infinite in each of these."""
-        if dtypes != self._dtypes:
-            found = np.array([_LIMITS[dtype] for dtype in dtypes], np.float32)
-            self._dtypes, self._limits = [*dtypes], from_numpy(found, self.thresholds)
-        return self._limits
+        return self._limits.of(np.array([_LIMITS[dtype] for dtype in dtypes], np.float32))
 
 
 def stream(arrays: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:

@@ -16,13 +16,10 @@ import triton
 
 from hvd_compress.kernels import Column
 
-from ..backend import from_numpy
 from . import low_rank_kernels as kernels
 from .task_kernels import SUMMED
-from .tasks import numbered
+from .tasks import EXACT, Table, blocks_of, table_of
 
-#: products and sums are not contracted, since the bits must be those of the host
-_EXACT = {"enable_fp_fusion": False}
 #: elements that a program takes, and of which it writes the sums with residuals at a time
 _WIDTH, _TILE = 1024, 2048
 #: sums of sixteen elements each that a program has at a time, and sums of columns, of which there
@@ -43,8 +40,8 @@ class PowerStep:
         dims = np.array([(*shape, rank) for shape, rank in zip(shapes, ranks, strict=True)]).T
         n, m, rank = dims
         ends = np.cumsum(dims[:2] * rank, 1)
-        self._matrices = self._table(np.vstack([dims, ends - dims[:2] * rank]).T)
-        self._addresses, self._places = self._matrices, np.empty(0, np.int64)  # none yet
+        self._matrices = table_of(np.vstack([dims, ends - dims[:2] * rank]).T, self._device)
+        self._addresses = Table(torch.empty(0, device=self._device))
         columns = self._columns = triton.next_power_of_2(int(rank.max()))
         #: rows of M that a program takes, and columns, and how many runs of rows of these
         self._rows, sums = max(1, _LINES // columns), min(256, _SUMS // columns)
@@ -53,10 +50,10 @@ class PowerStep:
         #: parts of sums along columns of P, and of Q
         self._of_p, self._of_q = (_parts(each, SUMMED.value) for each in (n, m))
         self._of_p = min(self._of_p, 2 * _LINES // columns)
-        self._factor_rows = self._blocks(rank, 1)
-        self._row_blocks = self._blocks(n, self._rows)
-        self._column_blocks = self._blocks(m, self._wide)
-        self._element_blocks = self._blocks(n * m, _WIDTH)
+        self._factor_rows = blocks_of(rank, 1, self._device)
+        self._row_blocks = blocks_of(n, self._rows, self._device)
+        self._column_blocks = blocks_of(m, self._wide, self._device)
+        self._element_blocks = blocks_of(n * m, _WIDTH, self._device)
         # Each array of its own, which is aligned: kernels would be compiled anew for others.
         self.rows, self._p = (self._empty(int(ends[0, -1])) for _ in range(2))
         self.own, self._q, self._new = (self._empty(int(ends[1, -1])) for _ in range(3))
@@ -75,7 +72,7 @@ class PowerStep:
                 *(*tables, self._factor_rows, self._q, self._largest),
                 chunks=self._of_q,
                 width=_WIDTH,
-                **_EXACT,
+                **EXACT,
             )
             kernels.left[self._programs(self._row_blocks)](
                 *(*tables, self._row_blocks, self._q, self.rows, self._largest),
@@ -83,7 +80,7 @@ class PowerStep:
                 columns=self._columns,
                 rows=self._rows,
                 width=_TILE // self._rows,
-                **_EXACT,
+                **EXACT,
             )
             kernels.spoil[self._programs(self._matrices)](
                 self._matrices, self._largest, self.rows, width=_WIDTH
@@ -98,7 +95,7 @@ class PowerStep:
                 columns=self._columns,
                 chunks=self._of_p,
                 width=_WIDTH,
-                **_EXACT,
+                **EXACT,
             )
             kernels.right[self._programs(self._column_blocks)](
                 *(*tables, self._column_blocks, self._p, self.own),
@@ -107,11 +104,11 @@ class PowerStep:
                 runs=self._runs,
                 width=self._wide,
                 num_warps=8,
-                **_EXACT,
+                **EXACT,
             )
         return self.own
 
-    def settle(self, columns: Sequence[Column], total: torch.Tensor) -> np.ndarray:
+    def settle(self, columns: Sequence[Column], total: torch.Tensor) -> None:
         with torch.cuda.device_of(self.rows):
             tables = self._tables(columns)
             kernels.decide[self._programs(self._matrices)](
@@ -119,14 +116,14 @@ class PowerStep:
                 *(self._largest, self._unsure, self._overflows, self._size),
                 columns=self._columns,
                 width=_WIDTH // self._columns,
-                **_EXACT,
+                **EXACT,
             )
             blocks = self._programs(self._element_blocks)
             kernels.look[blocks](
                 *(self._matrices, self._element_blocks, self._p, self._new),
                 *(self._unsure, self._overflows),
                 width=_WIDTH,
-                **_EXACT,
+                **EXACT,
             )
             kernels.settle[blocks](
                 *(*tables, self._element_blocks, self._p, self._new, self.own),
@@ -135,27 +132,14 @@ class PowerStep:
                 keeps=_keeps(columns),
                 columns=self._columns,
                 width=_WIDTH,
-                **_EXACT,
+                **EXACT,
             )
-        # States of others are those of before already, so that nobody has to be told.
-        return np.ones(len(self._matrices), bool)
 
     def _tables(self, columns: Sequence[Column]) -> tuple[torch.Tensor, torch.Tensor]:
         """The addresses of all arrays, and the table of matrices."""
         x, out, factors, *residuals = (column.addresses for column in columns)
         residual = residuals[0] if residuals else x
-        places = np.stack([x, out, residual, factors], 1)
-        if not np.array_equal(places, self._places):
-            self._places, self._addresses = places, from_numpy(places, self.rows)
-        return self._addresses, self._matrices
-
-    def _blocks(self, sizes: np.ndarray, width: int) -> torch.Tensor:
-        """The matrix and the number there of each block (int32)."""
-        return self._table(np.stack(numbered(-(-sizes // width)), 1).astype(np.int32))
-
-    def _table(self, rows: np.ndarray) -> torch.Tensor:
-        # At once: whoever finds it later may be in another stream.
-        return torch.from_numpy(np.ascontiguousarray(rows)).to(self._device)
+        return self._addresses.of(np.stack([x, out, residual, factors], 1)), self._matrices
 
     def _empty(self, n: int) -> torch.Tensor:
         return torch.empty(n, device=self._device)

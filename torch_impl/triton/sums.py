@@ -13,12 +13,10 @@ import torch
 import triton
 
 from . import sum_kernels as kernels
-from .tasks import WIDTH, Layout
+from .tasks import EXACT, WIDTH, Layout
 
 #: blocks of a sum that a program takes
 _ROWS = 8
-#: products and sums are not contracted, since the bits must be those of NumPy
-EXACT = {"enable_fp_fusion": False}
 
 
 def sums(

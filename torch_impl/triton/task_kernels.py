@@ -26,7 +26,7 @@ def taken(blocks):
 
 @triton.jit
 def in_range(x):
-    """What states become in a step that is not finite."""
+    """The state after a step that is not finite, given the one before it."""
     x = tl.where(x > _IN_RANGE, _IN_RANGE, x)
     return tl.where(x < -_IN_RANGE, -_IN_RANGE, x)
 

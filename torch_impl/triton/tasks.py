@@ -12,13 +12,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 
+from ..backend import from_numpy
 from .task_kernels import HEADS, LENGTH, SIZE, START, SUMMED, N
 
 #: elements, or bytes, that a program takes
 WIDTH = 1024
+#: products and sums are not contracted, since the bits must be those of NumPy
+EXACT = {"enable_fp_fusion": False}
 #: a program's random numbers may begin so many elements in front of its task
 _SKEW = 7
 
@@ -115,12 +119,35 @@ class Layout:
         return task, number, first, np.minimum(first + length[task], (start + n)[task])
 
     def _blocks(self, sizes: np.ndarray, width: int) -> torch.Tensor:
-        """Return task and block of each program (int32)."""
-        return self._table(np.stack(numbered(-(-sizes // width)), 1).astype(np.int32))
+        return blocks_of(sizes, width, self._device)
 
     def _table(self, rows: np.ndarray) -> torch.Tensor:
-        # At once: whoever finds it later may be in another stream.
-        return torch.from_numpy(rows).to(self._device)
+        return table_of(rows, self._device)
+
+
+class Table:
+    """Rows in the memory of the GPU of ``like``, which are uploaded when they change: addresses,
+    which are those of the last step most often, say."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._like, self._known, self._uploaded = like, np.empty(0), like
+
+    def of(self, rows: np.ndarray) -> torch.Tensor:
+        """Return these rows there."""
+        if not np.array_equal(rows, self._known):
+            self._known, self._uploaded = rows, from_numpy(rows, self._like)
+        return self._uploaded
+
+
+def table_of(rows: npt.ArrayLike, device: torch.device) -> torch.Tensor:
+    """Return rows that stay the same, in a GPU's memory."""
+    # At once: whoever finds it later may be in another stream.
+    return torch.from_numpy(np.ascontiguousarray(rows)).to(device)
+
+
+def blocks_of(sizes: np.ndarray, width: int, device: torch.device) -> torch.Tensor:
+    """Return task and block of each program (int32)."""
+    return table_of(np.stack(numbered(-(-sizes // width)), 1).astype(np.int32), device)
 
 
 def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
