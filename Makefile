@@ -46,10 +46,11 @@ test-all: lint sanitize ## the same with large arrays, many ranks, clusters, and
 sanitize: setup ## tests of the compiled loops under address, undefined-behaviour and thread sanitizers
 	@$(RUN) python scripts/sanitize.py
 
-lint: setup ## ruff and mypy
+lint: setup ## ruff, mypy, and the English of pages, docstrings and messages
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
 	@$(RUN) mypy
+	@$(RUN) python scripts/language.py
 
 docs: setup ## the documentation as a site, in site/; needs Python 3.11
 	@$(RUN) python scripts/docs.py $(ARGS)

@@ -1,7 +1,7 @@
 """Write the pages of the API, ``docs/api/*.md``, from docstrings: ``python scripts/api.py``.
 
-Not by a plugin of the site: many names are made when a package is imported, as is
-``hvd.Codistillation``, so nothing that only reads sources finds them.  ``make docs`` runs it;
+No plugin of the site is used: many names are made when a package is imported, as is
+``hvd.Codistillation``, so readers of sources miss them.  ``make docs`` runs it;
 ``tests/docs/test_site.py`` demands that each public name stands on a page once.
 """
 
@@ -154,7 +154,7 @@ _SPECIAL = re.compile(r"([*<\[\]]|(?<!\w)_|_(?!\w))")
 
 
 def _blocks(lines: list[str]) -> list[str]:
-    """Paragraphs, one after the other; what is indented behind one belongs to it."""
+    """Paragraphs, one after the other; indented lines belong to the paragraph above them."""
     blocks, at = [], 0
     while at < len(lines):
         if not lines[at].strip():
@@ -274,8 +274,8 @@ def _default(value: Any) -> str:
 
 def members(of: type, public: set[type]) -> list[tuple[str, Any]]:
     """The public methods and properties of a class with docstrings, but those of a base class that
-    has an entry of its own.  Of a method, a block or a system those that are new in it: all others
-    stand at their base class."""
+    has an entry of its own.  A method, a block or a system shows only those that are new in it: all
+    others stand at their base class."""
     configurable = importlib.import_module(f"{ALL}.config").Configurable
     bases = [cls for cls in of.__mro__ if cls.__module__.startswith(ALL) and cls != configurable]
     is_one_of_many = configurable in of.__mro__ and configurable not in of.__bases__
@@ -301,7 +301,7 @@ def is_class(of: Any) -> bool:
 
 
 def entry(name: str, of: Any, public: set[type]) -> str:
-    """What stands below the heading of an object."""
+    """Return the text below the heading of an object."""
     if isinstance(of, ModuleType):
         return markdown((of.__doc__ or "").partition("\n\n")[0])
     if not (is_class(of) or inspect.isroutine(of)):
@@ -321,8 +321,7 @@ def entry(name: str, of: Any, public: set[type]) -> str:
 
 def documented(of: Any) -> str:
     """The docstring of an object itself, and not what ``dataclass`` or a base class puts there.
-    What takes the place of a function of Horovod has that one's docstring behind its own, which is
-    not copied."""
+    One that replaces a function of Horovod ends with its docstring, which is not copied."""
     text = inspect.cleandoc(of.__doc__ or "")
     if is_class(of) and not text:  # one of a library's own says nothing of this class
         ours = [cls for cls in of.__mro__ if cls.__module__.startswith(ALL)]
@@ -372,7 +371,7 @@ class Writer:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def entry(self, name: str, of: Any, place: str) -> str:
-        """What stands below a heading: in short, where most of it stands elsewhere."""
+        """Return the text below a heading, a short one if most of it stands elsewhere."""
         text = documented(of) if callable(of) else ""
         if not text:
             return entry(name, of, self.public)

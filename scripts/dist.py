@@ -2,7 +2,7 @@
 
 An sdist, and a wheel for the Python that runs this; on Linux ``auditwheel`` looks which systems it
 runs on and names it so (manylinux).  The tools go into an environment of their own, and the build
-has one, too, with what ``pyproject.toml`` asks for.  Of the sources git knows which they are.
+has one, too, with what ``pyproject.toml`` asks for.  The sources are the files that git tracks.
 """
 
 import re
@@ -41,8 +41,8 @@ def main() -> None:
 
 
 def copy_sources(folder: Path) -> None:
-    """Copy what git knows; the package index shows the README, whose links are made to lead into
-    the repository if there is an address of it."""
+    """Copy the files that git tracks.  The package index shows the README; its links are made to
+    lead into the repository if that has an address."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
     )

@@ -1,7 +1,7 @@
 """Run tests of the compiled loops under the compiler's sanitizers: what ``make sanitize`` does.
 
-For each set of sanitizers the loops are built into a folder of their own under ``build/sanitize``,
-and every Python that the tests start takes them from there.
+Each set of sanitizers builds the loops into a folder of its own under ``build/sanitize``.  Every
+Python that the tests start takes them from there.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def main() -> None:
 
 
 def install_zensical(install: list) -> None:
-    """What `make docs` and its test build the site with: a folder of its own, since TensorBoard
-    wants some of the same packages.  All else works without it."""
+    """Install the builder of the site into a folder of its own, since TensorBoard wants some of the
+    same packages.  Only `make docs` and its test need it."""
     if sys.version_info < (3, 11):
         say("7/8", "no Zensical for the site, which needs Python 3.11")
         return
@@ -159,8 +159,8 @@ def version_of(python: Path) -> str:
 
 
 def logged(step: str, what: str, command: list, is_needed: bool = True) -> bool:
-    """Run a command with its output in the log, and return whether it has succeeded; show the end
-    of the log, and end, if it has not and is needed."""
+    """Run a command with its output in the log, and return whether it has succeeded.  If it fails
+    and is needed, show the end of the log and end."""
     say(step, what, end=" ... ")
     start = time.monotonic()
     with LOG.open("a") as log:
