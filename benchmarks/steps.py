@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from steps_report import Row, drawn, in_page, kept, lines, read, tables
+from steps_report import Row, drawn, in_page, kept, lines, read
 from tqdm import tqdm
 
 from hvd_compress.advisor.shapes import MODELS
@@ -67,7 +67,7 @@ add("--ranks", type=int, default=4, help="when started without horovodrun")
 add("--controller", choices=["gloo", "mpi"], default="mpi")
 add("--json", type=Path, metavar="FILE", help="write what was measured; other cells stay")
 add("--load", type=Path, metavar="FILE", help="measure nothing: show what --json has written")
-add("--page", type=Path, metavar="FILE", help="with --load: write the tables into this page")
+add("--pages", type=Path, nargs="+", default=[], help="with --load: write tables into these pages")
 add("--picture", type=picture_file, metavar="FILE", help="draw the medians")
 
 
@@ -81,8 +81,8 @@ def main() -> None:
             and row.backward in (options.backward or [row.backward])
         ]
         print("\n".join(lines(rows)))
-        if options.page:
-            options.page.write_text(in_page(options.page.read_text(), rows))
+        for page in options.pages:
+            page.write_text(in_page(page.read_text(), rows))
         if options.picture:
             drawn(rows, options.picture)
     elif options.networks and options.cell == "here":
@@ -106,7 +106,7 @@ def over_networks(options: argparse.Namespace) -> None:
             print(f"\n{network}", flush=True)
             subprocess.run(command, check=True)
         rows = [row for row in read(file) if row.network in options.networks]
-    print(f"\n{tables(rows)}")
+    print("\n".join(["", *lines(rows)]))
     if options.picture:
         drawn(rows, options.picture)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-#: between these lines of a page are the tables
-BEGIN, END = "<!-- written by benchmarks/steps.py -->", "<!-- end -->"
+#: these lines of a page, with its tables between them
+WRITTEN = re.compile(r"(<!-- (\w+), by benchmarks/steps.py -->\n).*?(<!-- end -->)", re.DOTALL)
+#: the network on which the page compares models and times of backward
+NETWORK = "4x1gbit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,43 +128,63 @@ def hidden(backward: float) -> str:
     return f"{backward:g} ms of backward" if backward else "one product per tensor as backward"
 
 
-def tables(rows: Sequence[Row]) -> str:
-    """A table of medians for each model and time of backward: rows over networks."""
-    found = []
-    for model, backward in dict.fromkeys((row.model, row.backward) for row in rows):
-        own = [row for row in rows if (row.model, row.backward) == (model, backward)]
-        by_cell = {cell[0]: named for cell, named in cells(own).items()}
-        text = [f"`{model}`, {hidden(backward)}:\n"]
-        text.append(f"| | {' | '.join(map(spoken, by_cell))} |\n|{'---|' * (len(by_cell) + 1)}")
-        for name in dict.fromkeys(row.name for row in own):
-            entries = [entry(name, named) for named in by_cell.values()]
+Columns = dict[str, dict[str, Row]]
+
+
+def over_networks(rows: Sequence[Row]) -> Columns:
+    """The cells of the first model, with one product per tensor as backward."""
+    first = rows[0].model, 0.0
+    return {spoken(cell[0]): own for cell, own in cells(rows).items() if cell[2:] == first}
+
+
+def over_models(rows: Sequence[Row]) -> Columns:
+    """The other cells of one network: models, and times of backward."""
+    return {
+        f"{model}, {hidden(backward)}" if backward else model: own
+        for (network, _, model, backward), own in cells(rows).items()
+        if network == NETWORK and (model, backward) != (rows[0].model, 0.0)
+    }
+
+
+def table(columns: Columns, entry: Callable[[str, dict[str, Row]], str]) -> str:
+    text = [f"| | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
+    for name in dict.fromkeys(name for own in columns.values() for name in own):
+        entries = [entry(name, own) if name in own else "" for own in columns.values()]
+        if any(entries):
             text.append(f"| {name} | {' | '.join(entries)} |")
-        rates = [next(iter(named.values())).rate for named in by_cell.values()]
-        if all(rates):
-            arrives = " | ".join(f"{8 * rate / 1e9:.2g} Gbit/s" for rate in rates if rate)
-            text.append(f"| arrives at each rank, all at once | {arrives} |")
-        found.append("\n".join(text))
-    return "\n\n".join(found)
+    return "\n".join(text)
 
 
-def entry(name: str, own: dict[str, Row]) -> str:
-    """The median, and beyond backward as a multiple of the floor."""
-    if name not in own:
-        return ""
-    row = own[name]
-    if name in ("backward", "stream"):
-        return ms(row.median)
-    seconds, floor = beyond(row, own)
-    return ms(row.median) + (f" ({seconds / floor:.1f})" if floor else "")
+def median(name: str, own: dict[str, Row]) -> str:
+    return "" if name == "stream" else f"{1000 * own[name].median:,.0f}"
+
+
+def multiple(name: str, own: dict[str, Row]) -> str:
+    """The time beyond backward as a multiple of its floor."""
+    seconds, floor = beyond(own[name], own)
+    return f"{seconds / floor:.1f}" if floor else ""
+
+
+def medians(rows: Sequence[Row]) -> str:
+    """Milliseconds of the first model on all networks, then of all else on one network."""
+    found = [table(columns, median) for columns in (over_networks(rows), over_models(rows))]
+    return f"{found[0]}\n\nOther models and times of backward, {spoken(NETWORK)}:\n\n{found[1]}"
+
+
+def floors(rows: Sequence[Row]) -> str:
+    """Multiples of the floor, and the rates by which it was reckoned."""
+    columns = over_networks(rows)
+    rates = [next(iter(own.values())).rate or 0.0 for own in columns.values()]
+    arrives = " | ".join(f"{8 * rate / 1e9:.2g}" for rate in rates)
+    return f"{table(columns, multiple)}\n| Gbit/s that arrive at each rank | {arrives} |"
 
 
 def in_page(page: str, rows: Sequence[Row]) -> str:
-    """Return the page with the tables between its two lines."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page has no place for tables: {BEGIN}, and behind it {END}")
-    return f"{before}{begin}\n\n{tables(rows)}\n\n{end}{after}"
+    """Return the page with its tables as these rows make them."""
+    written = {"medians": medians, "floors": floors}
+    if not WRITTEN.search(page):
+        raise ValueError(f"the page has no place for tables: {WRITTEN.pattern}")
+    return WRITTEN.sub(lambda at: f"{at[1]}\n{written[at[2]](rows)}\n\n{at[3]}", page)
 
 
 def drawn(rows: Sequence[Row], picture: Path) -> None:

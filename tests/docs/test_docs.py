@@ -68,14 +68,33 @@ def error_of(method: str) -> str:
 
 
 def test_tables_are_what_was_measured():
-    page = (ROOT / "docs/performance.md").read_text()
     rows = steps_report.read(ROOT / "benchmarks/steps.json")
-    assert steps_report.in_page(page, rows) == page, "python benchmarks/steps.py --load --page"
+    for name in ("performance", "performance-internals"):
+        page = (ROOT / f"docs/{name}.md").read_text()
+        assert steps_report.in_page(page, rows) == page, "python benchmarks/steps.py --load --pages"
     page = (ROOT / "docs/methods/linear.md").read_text()
     for method, row in measured("codec_errors").items():
         if method.startswith(("fp8", "linear")):
             errors = " | ".join(f"{error:.2e}" for error in row["errors"].values())
             assert f"| {row['bits']:.2f} | {errors} |" in page, method
+
+
+def test_times_in_the_text_are_those_of_the_table():
+    page = (ROOT / "docs/performance.md").read_text()
+    text = page.partition("<!-- end -->")[2].partition("\n###")[0]
+    rows = steps_report.read(ROOT / "benchmarks/steps.json")
+    medians = {f"{1000 * row.median:,.0f}" for row in rows}
+    found = re.findall(r"([\d,]+) ms(?! of backward)", text)
+    assert len(found) >= 9
+    assert set(found) <= medians
+
+
+def test_memory_in_the_page_is_what_was_measured():
+    page = (ROOT / "docs/performance.md").read_text().partition("\n## Memory")[2]
+    rows = re.findall(r"^\| `?([\w ]+)`? \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) > 5
+    for name, *figures in rows:
+        assert figures == [f"{figure:.1f}" for figure in measured("memory")[name].values()], name
 
 
 def test_the_table_of_a_wide_network_is_of_its_runs():
@@ -104,8 +123,9 @@ def test_a_rows_floor_is_that_of_its_bytes_and_of_a_stream():
     own = steps_report.cells(rows)[cell]
     assert steps_report.beyond(own["Horovod fp32"], own) == (2.0, pytest.approx(1.5))
     assert steps_report.beyond(own["topk"], own) == (0.75, pytest.approx(0.4 + 0.25))
-    assert "| topk | 1,250 ms (1.2) |" in steps_report.tables(rows)
-    assert "| arrives at each rank, all at once | 0.008 Gbit/s |" in steps_report.tables(rows)
+    assert "| topk | 1,250 |" in steps_report.medians(rows)
+    assert "| topk | 1.2 |" in steps_report.floors(rows)
+    assert "| Gbit/s that arrive at each rank | 0.008 |" in steps_report.floors(rows)
 
 
 def test_cells_that_were_measured_before_stay(tmp_path):
