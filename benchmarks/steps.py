@@ -25,6 +25,7 @@ import argparse
 import dataclasses
 import gc
 import importlib
+import json
 import math
 import statistics
 import subprocess
@@ -34,7 +35,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from steps_report import Row, drawn, in_page, kept, lines, read
+from steps_report import Row, drawn, drawn_with_accuracy, in_page, kept, lines, read
 from tqdm import tqdm
 
 from hvd_compress.advisor.shapes import MODELS
@@ -69,6 +70,12 @@ add("--json", type=Path, metavar="FILE", help="write what was measured; other ce
 add("--load", type=Path, metavar="FILE", help="measure nothing: show what --json has written")
 add("--pages", type=Path, nargs="+", default=[], help="with --load: write tables into these pages")
 add("--picture", type=picture_file, metavar="FILE", help="draw the medians")
+add(
+    "--bars",
+    type=picture_file,
+    metavar="FILE",
+    help="with --load, of one network and backward: draw five rows, accuracy beside each",
+)
 
 
 def main() -> None:
@@ -83,6 +90,8 @@ def main() -> None:
         print("\n".join(lines(rows)))
         for page in options.pages:
             page.write_text(in_page(page.read_text(), rows))
+        if options.bars:
+            drawn_with_accuracy(rows, accuracy_on_mnist(), options.bars)
         if options.picture:
             drawn(rows, options.picture)
     elif options.networks and options.cell == "here":
@@ -90,6 +99,19 @@ def main() -> None:
     else:
         under_horovodrun(options.ranks, options.controller)
         measure(options)
+
+
+def accuracy_on_mnist() -> dict[str, float]:
+    """The mean of each method that ``masking.py`` has trained on MNIST, by its label."""
+    import masking
+
+    known = json.loads(masking.RESULTS.read_text())
+    return {
+        cell.label: statistics.mean(
+            known[key]["final"] for seed in range(5) if (key := cell.key(seed)) in known
+        )
+        for cell in masking.PARTS["methods"]
+    }
 
 
 def over_networks(options: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 #: these lines of a page, with its tables between them
@@ -212,4 +212,34 @@ def drawn(rows: Sequence[Row], picture: Path) -> None:
         title = f"{model}, {spoken(network)}, {hidden(backward)}"
         axes.set_title(title, loc="left", fontsize=9)
         axes.tick_params(labelsize=8)
+    figure.savefig(picture, dpi=110)
+
+
+#: bars of a picture for readers in a hurry: rows, what they are called, and their cells of
+#: ``masking.py``, by which accuracy is known
+BARS = {
+    "DDP fp16": ("PyTorch's fp16 hook", "dense"),
+    "linear": ("linear, 8 bits", "linear, 8 bits"),
+    "topk:density=0.01": ("top-k 1 %", "top-k 1 %"),
+    "powersgd:rank=2": ("PowerSGD, rank 2", "PowerSGD, rank 2"),
+    "dgc:density=0.001": ("DGC 0.1 %", "DGC 0.1 %, warm-up"),
+}
+
+
+def drawn_with_accuracy(rows: Sequence[Row], accuracy: Mapping[str, float], picture: Path) -> None:
+    """Draw one cell: a bar for each of ``BARS``, its time and its accuracy on MNIST beside it."""
+    import matplotlib.pyplot as plt
+
+    [((network, _, model, backward), own)] = cells(rows).items()
+    figure, axes = plt.subplots(figsize=(6.5, 2.3), layout="constrained")
+    names = [*BARS][::-1]
+    medians = [1000 * own[name].median for name in names]
+    colors = ["#b0b0b0" if name.startswith("DDP") else "#2a6f97" for name in names]
+    bars = axes.barh([BARS[name][0] for name in names], medians, color=colors)
+    said = [f"{own[name].median * 1000:,.0f} ms, {accuracy[BARS[name][1]]:.2f} %" for name in names]
+    axes.bar_label(bars, said, padding=3, fontsize=8)
+    axes.set_xlim(0, 1.3 * max(medians))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"{model}, {spoken(network)}, {hidden(backward)}", loc="left", fontsize=9)
+    axes.tick_params(labelsize=8)
     figure.savefig(picture, dpi=110)
