@@ -1,7 +1,7 @@
 """Clocks that find where the time of exchanges goes.
 
-A :class:`Clock` divides the time that passes in a reducer's calls among phases.  The innermost
-``with phase(...)`` counts, so that nothing is counted twice.  What happens in between, while
+A :class:`Clock` divides the time that passes in a reducer's calls among phases.  One begins
+where another ends, so that nothing is counted twice.  What happens between the calls, while
 backward goes on and messages are on their way, is not counted: it costs the caller no time.
 """
 
@@ -82,7 +82,8 @@ _current: ContextVar[Clock | None] = ContextVar("clock", default=None)
 
 
 class Clock:
-    """Counts the seconds of each phase.
+    """Counts the seconds of each phase.  In ``with clock:`` everything is counted, as "other" where
+    no :func:`begin_phase` says what it is.
 
     Args:
         now: returns seconds since any time.
@@ -91,12 +92,14 @@ class Clock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.now = now
         self.reset()
-        self._phase: str | None = None
+        self._phase: str | None = None  # nothing is counted
         self._since = 0.0
+        self._around: list[tuple[Clock | None, str | None]] = []  # what goes on after a context
 
     def reset(self) -> None:
         """Begin again at zero."""
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        seconds: dict[str | None, float] = dict.fromkeys((None, *PHASES), 0.0)
+        self._seconds = seconds
         self._hidden, self._left_at = 0.0, math.inf
         self.steps = 0
         #: by the names of the tensors in a bucket
@@ -105,12 +108,17 @@ class Clock:
     @property
     def times(self) -> Times:
         """The seconds so far."""
-        return Times(**self._seconds, hidden=self._hidden, steps=self.steps)
+        seconds = {phase: self._seconds[phase] for phase in PHASES}
+        return Times(**seconds, hidden=self._hidden, steps=self.steps)
 
-    def running(self) -> running:
-        """Return a context in which everything is counted, as "other" where no :class:`phase` says
-        what it is."""
-        return running(self)
+    def __enter__(self) -> None:
+        self._around.append((_current.get(), self.switch("other")))
+        _current.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        clock, phase = self._around.pop()
+        self.switch(phase)
+        _current.set(clock)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -121,54 +129,49 @@ class Clock:
         finally:
             self.switch(before)
 
-    def leaves(self) -> None:
-        """Note that a bucket is sent."""
-        self._left_at = min(self._left_at, self.now())
-
     def awaited(self) -> None:
         """Note that all buckets are waited for from now on."""
-        if self._left_at < math.inf:
+        if math.isfinite(self._left_at):
             self._hidden += self.now() - self._left_at
+        self._left_at = -math.inf  # nothing that is sent from now on is hidden
+
+    def begin_step(self) -> None:
+        """Note that no bucket of the next step is sent yet."""
         self._left_at = math.inf
 
     def switch(self, phase: str | None) -> str | None:
         """Begin another phase, and return the one that ends; ``None``: none, nothing is counted."""
         now, before = self.now(), self._phase
-        if before is not None:
-            self._seconds[before] += now - self._since
+        self._seconds[before] += now - self._since
         self._phase, self._since = phase, now
         return before
 
     def watch(
         self, names: Sequence[str], exchange: Generator[Any, Any, Any]
     ) -> Generator[Any, Any, Any]:
-        """Return the exchange of a bucket, whose time is counted."""
+        """Return the exchange of a bucket, whose time is counted: its turns begin in the phase
+        "other", and what goes on between them in the phase that it had."""
         own = self.buckets.setdefault(tuple(names), BucketTimes())
-        reply, is_over, result = None, False, None
-        while not is_over:
-            before = self._read()
+        around, reply, now = self.switch("other"), None, self._seconds
+        while True:
+            before = now.copy()
             try:
                 request = exchange.send(reply)
             except StopIteration as stop:
-                is_over, result = True, stop.value
-            left = self._read()
-            named = 0.0
-            for key in ("search", "encode", "add_up"):
-                named += (seconds := left[key] - before[key])
-                setattr(own, key, getattr(own, key) + seconds)
-            own.other += left["now"] - before["now"] - named
-            if not is_over:
-                reply = yield request
-                came = self._read()
-                own.wait += came["wait"] - left["wait"]
-                own.under_way += came["now"] - left["now"]
-        own.steps += 1
-        return result
-
-    def _read(self) -> dict[str, float]:
-        """Return the seconds of each phase up to now, and what time that is."""
-        self.switch(self._phase)
-        return {**self._seconds, "now": self._since}
+                own.steps += 1
+                return stop.value
+            finally:
+                self.switch(around)
+                own.search += now["search"] - before["search"]
+                own.encode += now["encode"] - before["encode"]
+                own.add_up += now["add_up"] - before["add_up"]
+                own.other += now["other"] - before["other"]
+            left, waited = self._since, now["wait"]
+            self._left_at = min(self._left_at, left)
+            reply = yield request
+            around = self.switch("other")
+            own.wait += now["wait"] - waited
+            own.under_way += self._since - left
 
 
 def watched(names: Sequence[str], exchange: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
@@ -177,41 +180,7 @@ def watched(names: Sequence[str], exchange: Generator[Any, Any, Any]) -> Generat
     return exchange if clock is None else clock.watch(names, exchange)
 
 
-def leaves() -> None:
-    """Note for the clock that runs that a bucket is sent."""
+def begin_phase(name: str) -> None:
+    """Count what happens from now on as a phase, by the clock that runs, if one does."""
     if (clock := _current.get()) is not None:
-        clock.leaves()
-
-
-class running:
-    """See :meth:`Clock.running`."""
-
-    __slots__ = ("_before", "_clock", "_token")
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-
-    def __enter__(self) -> None:
-        self._token, self._before = _current.set(self._clock), self._clock.switch("other")
-
-    def __exit__(self, *_: object) -> None:
-        self._clock.switch(self._before)
-        _current.reset(self._token)
-
-
-class phase:
-    """``with phase("search"):`` counts what happens inside for the clock that runs, if one does."""
-
-    __slots__ = ("_before", "_clock", "_name")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._clock = _current.get()
-        if self._clock is not None:
-            self._before = self._clock.switch(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        if self._clock is not None:
-            self._clock.switch(self._before)
+        clock.switch(name)

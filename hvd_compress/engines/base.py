@@ -14,7 +14,6 @@ from hvd_compress.agreement import Terms
 from hvd_compress.base import Array, Outcome
 from hvd_compress.errors import MismatchError
 from hvd_compress.requests import Batch, Collective, Joint
-from hvd_compress.times import phase
 
 
 class Engine(Protocol):
@@ -102,14 +101,13 @@ def alone(
     collectives."""
     reply = None
     while True:
-        with phase("other"):
-            try:
-                request = exchange.send(reply)
-            except StopIteration as stop:
-                return stop.value
-            if isinstance(request, Batch):
-                (reply,) = Batch.answers([request])
-                continue
+        try:
+            request = exchange.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(request, Batch):
+            (reply,) = Batch.answers([request])
+            continue
         if isinstance(request, Joint):
             (reply,) = yield from alone(request.function([request.argument]), note)
             continue

@@ -22,7 +22,6 @@ from hvd_compress.base import Array, Averages, Context, Outcome, Place, Plan, Sp
 from hvd_compress.engines.counting import count, counted, share_out
 from hvd_compress.requests import Batch, Collective, Joint
 from hvd_compress.stats import Record
-from hvd_compress.times import phase
 
 Round = Generator[Collective, Any, None]
 
@@ -67,8 +66,7 @@ class Member:
     def advance(self, reply: Any) -> None:
         """Send the reply into the exchange; ``None`` before the first request."""
         try:
-            with phase("other"):
-                self.request = self._exchange.send(reply)
+            self.request = self._exchange.send(reply)
         except StopIteration as stop:
             self.request, self.outcome = None, stop.value
         else:

@@ -13,7 +13,7 @@ from hvd_compress.fused.in_place import Arrays
 from hvd_compress.fused.on_device import gathered, scattered
 from hvd_compress.kernels import loops_of
 from hvd_compress.requests import Request
-from hvd_compress.times import phase
+from hvd_compress.times import begin_phase
 
 
 class CodedOnDevice(CodedPlan):
@@ -38,45 +38,43 @@ class CodedOnDevice(CodedPlan):
         x, out, *states = arrays.columns
         columns = dict(zip(self.keys, states, strict=True))
         owned = columns.pop(OWNED, None)
-        with phase("encode"):
-            if owned is not None:
-                self.look(owned.arrays)
-            parts, whole = self._parts(arrays, step), self._joined(x.arrays)
-            own = {key: self._joined(column.arrays) for key, column in columns.items()}
-            updated = [
-                stages.updated(whole[at], {key: state[at] for key, state in own.items()}, context)
-                for at, context in parts
-            ]
-            passed_on, kept = xp.end_to_end([x for x, _ in updated]), [its for _, its in updated]
-            frames = work.encode(passed_on, self.randoms(self.runs, step))
-            del whole, own, updated, passed_on
+        begin_phase("encode")
+        if owned is not None:
+            self.look(owned.arrays)
+        parts, whole = self._parts(arrays, step), self._joined(x.arrays)
+        own = {key: self._joined(column.arrays) for key, column in columns.items()}
+        updated = [
+            stages.updated(whole[at], {key: state[at] for key, state in own.items()}, context)
+            for at, context in parts
+        ]
+        passed_on, kept = xp.end_to_end([x for x, _ in updated]), [its for _, its in updated]
+        frames = work.encode(passed_on, self.randoms(self.runs, step))
+        del whole, own, updated, passed_on
         seals, checks = [m.seal for m in self.messages], [m.opened for m in self.replies]
         if owned is None:
             arrived = yield from gathered(frames[0], seals[0], checks * self.size, step)
         else:
             check = self.messages[self.rank].opened
             arrived = yield from scattered(frames, seals, check, step)
-            with phase("add_up"):
-                reply = work.add_up(arrived, owned, self.randoms(self.mine, step, 1))
+            begin_phase("add_up")
+            reply = work.add_up(arrived, owned, self.randoms(self.mine, step, 1))
             seal = self.replies[self.rank].seal
             arrived = yield from gathered(reply, seal, checks, step, self.equal_sizes)
-        with phase("add_up"):
-            mean = work.mean(arrived)
-            xp.write_into(out.arrays, mean)
-            if stages.transforms:
-                sent = work.sent()
-                rows = zip(parts, kept, strict=True)
-                found = [
-                    stages.settled(sent[at], its, mean[at], context) for (at, context), its in rows
-                ]
-                if stages.finishes:
-                    work.write(
-                        "out", out, xp.end_to_end([direction for direction, _ in found]), False
-                    )
-                for key, column in columns.items():
-                    work.write(key, column, xp.end_to_end([its[key] for _, its in found]))
-            if owned is not None:
-                work.write_owned(owned)
+        begin_phase("add_up")
+        mean = work.mean(arrived)
+        xp.write_into(out.arrays, mean)
+        if stages.transforms:
+            sent = work.sent()
+            rows = zip(parts, kept, strict=True)
+            found = [
+                stages.settled(sent[at], its, mean[at], context) for (at, context), its in rows
+            ]
+            if stages.finishes:
+                work.write("out", out, xp.end_to_end([direction for direction, _ in found]), False)
+            for key, column in columns.items():
+                work.write(key, column, xp.end_to_end([its[key] for _, its in found]))
+        if owned is not None:
+            work.write_owned(owned)
 
     def _parts(self, arrays: Arrays, step: Context) -> list[tuple[slice, Context]]:
         """Return the parts of the tensors end to end that transforms take at once: all of them, or

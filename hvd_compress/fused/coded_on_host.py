@@ -31,7 +31,7 @@ from hvd_compress.fused.kept import overlap
 from hvd_compress.fused.stages import Sent
 from hvd_compress.kernels import Column, threads
 from hvd_compress.requests import Alltoall, Gather, Request
-from hvd_compress.times import phase
+from hvd_compress.times import begin_phase
 
 
 class CodedOnHost(CodedPlan):
@@ -64,21 +64,21 @@ class CodedOnHost(CodedPlan):
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, list[bool]]:
         xp = backend_of(arrays.gradients[0])
-        with phase("encode"):
-            work = StepOnHost(self, arrays, step)
+        begin_phase("encode")
+        work = StepOnHost(self, arrays, step)
         try:
-            with phase("encode"):
-                if not self.is_whole:
-                    self.look(arrays.states[OWNED])
-                self._encode(work)
+            begin_phase("encode")
+            if not self.is_whole:
+                self.look(arrays.states[OWNED])
+            self._encode(work)
             frames = [xp.from_numpy(frame, None) for frame in self._frames]
             replies = yield self.requests[0].carrying(frames)
             if not self.is_whole:
-                with phase("add_up"):
-                    frame = self._add_up(work, [xp.to_numpy(x) for x in replies])
+                begin_phase("add_up")
+                frame = self._add_up(work, [xp.to_numpy(x) for x in replies])
                 replies = yield self.requests[1].carrying([xp.from_numpy(frame, None)])
-            with phase("add_up"):
-                return self._settle(work, [xp.to_numpy(x) for x in replies])
+            begin_phase("add_up")
+            return self._settle(work, [xp.to_numpy(x) for x in replies])
         except BaseException:  # also of who gives the exchange up
             work.undo()
             raise

@@ -21,7 +21,7 @@ from hvd_compress.fused.stages import StagedForm, StagedPlan
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators.at_random import random_k, shared_generator
 from hvd_compress.requests import Request, Sum
-from hvd_compress.times import phase
+from hvd_compress.times import begin_phase
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,15 +64,16 @@ class DrawnPlan(StagedPlan):
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, list[bool]]:
         like, form = arrays.gradients[0], self.form
         xp = backend_of(like)
-        with phase("search"):
-            places = [
-                form.select.draw(n, k, shared_generator(step._replace(name=name)))
-                for name, n, k in zip(self.names, self.sizes, self.weights, strict=True)
-            ]
-        with phase("encode"):
-            self._encode(arrays, places, step)
+        begin_phase("search")
+        places = [
+            form.select.draw(n, k, shared_generator(step._replace(name=name)))
+            for name, n, k in zip(self.names, self.sizes, self.weights, strict=True)
+        ]
+        begin_phase("encode")
+        self._encode(arrays, places, step)
         total = yield self.requests[0].carrying([xp.from_numpy(self._values, like)])
-        with phase("add_up"), np.errstate(over="ignore", invalid="ignore"):
+        begin_phase("add_up")
+        with np.errstate(over="ignore", invalid="ignore"):
             mean = xp.to_numpy(total) / np.float32(self.size)
             return self._settle(arrays, places, mean, step)
 

@@ -26,7 +26,7 @@ from hvd_compress.kernels import Column, Selection, Steps
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators import Selector, top_k
 from hvd_compress.requests import Request
-from hvd_compress.times import phase
+from hvd_compress.times import begin_phase
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,15 +81,16 @@ class ElementsPlan(StagedPlan):
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
         xp = backend_of(arrays.gradients[0])
-        with phase("search"):
-            places, values = zip(*self._selected(arrays, step), strict=True)
-        with phase("encode"):
-            indices = np.concatenate(
-                [start + at for start, at in zip(self._starts, places, strict=True)]
-            )
-            frame, sent = self._message.encode(indices, np.concatenate(values))
+        begin_phase("search")
+        places, values = zip(*self._selected(arrays, step), strict=True)
+        begin_phase("encode")
+        indices = np.concatenate(
+            [start + at for start, at in zip(self._starts, places, strict=True)]
+        )
+        frame, sent = self._message.encode(indices, np.concatenate(values))
         frames = yield self.requests[0].carrying([xp.from_numpy(frame, None)])
-        with phase("add_up"), np.errstate(over="ignore", invalid="ignore"):
+        begin_phase("add_up")
+        with np.errstate(over="ignore", invalid="ignore"):
             theirs = [
                 self._message.decode(xp.to_numpy(frame), f"rank {rank}")
                 for rank, frame in enumerate(frames)

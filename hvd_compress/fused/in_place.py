@@ -36,6 +36,7 @@ from hvd_compress.fused.on_host import Memory, exchange_on_host
 from hvd_compress.kernels import are_flat
 from hvd_compress.kernels.arrays import MOVED, Column, addresses
 from hvd_compress.requests import Collective, Request
+from hvd_compress.times import begin_phase
 
 _LOOPS = "hvd_compress.kernels"
 
@@ -168,6 +169,7 @@ class InPlacePlan(Plan):
                     break
                 reply = yield request
                 arrays.check()
+        begin_phase("other")
         directions: Sequence[Any] = out
         if arrays.sparse is not None:
             directions = arrays.sparse

@@ -22,7 +22,7 @@ from hvd_compress.fused.in_place import Arrays, InPlaceForm, InPlacePlan
 from hvd_compress.kernels import loops_of
 from hvd_compress.kernels.low_rank import matrix_shape
 from hvd_compress.requests import Request, Sum
-from hvd_compress.times import phase
+from hvd_compress.times import begin_phase
 from hvd_compress.transforms import error_feedback
 
 _R, _Q = "residual", "factor"
@@ -82,12 +82,12 @@ class LowRankPlan(InPlacePlan):
         return self._widths if key == _Q else self.sizes
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray | None]:
-        with phase("encode"):
-            rows = self._step.left(arrays.columns)
+        begin_phase("encode")
+        rows = self._step.left(arrays.columns)
         total = yield Sum(rows, owned=True)
-        with phase("encode"):
-            own = self._step.right(arrays.columns, total)
+        begin_phase("encode")
+        own = self._step.right(arrays.columns, total)
         total = yield Sum(own)
-        with phase("add_up"):
-            finite: np.ndarray | None = self._step.settle(arrays.columns, total)
+        begin_phase("add_up")
+        finite: np.ndarray | None = self._step.settle(arrays.columns, total)
         return finite

@@ -29,7 +29,7 @@ from hvd_compress.fused.top_k_on_device import TopKOnDevice
 from hvd_compress.kernels import Column, Selection, Steps, add_up, loops_of
 from hvd_compress.operators import top_k
 from hvd_compress.requests import Request
-from hvd_compress.times import phase
+from hvd_compress.times import begin_phase
 from hvd_compress.transforms import momentum_correction
 
 _V, _R = "velocity", "residual"
@@ -117,32 +117,33 @@ class TopKPlan(InPlacePlan):
         self, arrays: Arrays, step: Context, momenta: Sequence[float] | None, kept: Kept | None
     ) -> Generator[Request, Any, np.ndarray]:
         xp, like = backend_of(arrays.gradients[0]), arrays.gradients[0]
-        with phase("search"):
-            steps = self._steps(arrays, kept=kept)
-            indices, values, _ = self._selection.select(steps, momenta, self.form.nesterov)
-            if kept is not None:
-                kept.holds = True
-        with phase("encode"):
-            frame, sent = self._message.encode(indices, values)
+        begin_phase("search")
+        steps = self._steps(arrays, kept=kept)
+        indices, values, _ = self._selection.select(steps, momenta, self.form.nesterov)
+        if kept is not None:
+            kept.holds = True
+        begin_phase("encode")
+        frame, sent = self._message.encode(indices, values)
         # In host memory, where it was made, and where the replies are read.
         frames = yield self.requests[0].carrying([xp.from_numpy(frame, None)])
-        with phase("add_up"):
-            theirs = [
-                self._message.decode(xp.to_numpy(frame), f"rank {rank}")
-                for rank, frame in enumerate(frames)
-            ]
-            finite = finite_of(self.sizes, theirs)
-            if any(dtype != "float32" for dtype in arrays.dtypes):
-                finite &= self._fits(theirs, like, arrays.dtypes)
-        with phase("search"), np.errstate(invalid="ignore"):  # of a non-finite step
+        begin_phase("add_up")
+        theirs = [
+            self._message.decode(xp.to_numpy(frame), f"rank {rank}")
+            for rank, frame in enumerate(frames)
+        ]
+        finite = finite_of(self.sizes, theirs)
+        if any(dtype != "float32" for dtype in arrays.dtypes):
+            finite &= self._fits(theirs, like, arrays.dtypes)
+        begin_phase("search")
+        with np.errstate(invalid="ignore"):  # of a non-finite step
             self._settle(arrays, indices, values - sent, finite, kept)
-        with phase("add_up"):
-            if step.sparse:
-                means = merged(self.sizes, theirs)
-                arrays.sparse = [Sparse(*(xp.from_numpy(x, like) for x in own)) for own in means]
-            else:
-                at, what = zip(*theirs, strict=True)
-                add_up(arrays.columns[1], at, what, self.size)
+        begin_phase("add_up")
+        if step.sparse:
+            means = merged(self.sizes, theirs)
+            arrays.sparse = [Sparse(*(xp.from_numpy(x, like) for x in own)) for own in means]
+        else:
+            at, what = zip(*theirs, strict=True)
+            add_up(arrays.columns[1], at, what, self.size)
         return finite
 
     def _kept(self, arrays: Arrays, step: Context) -> Kept | None:

@@ -18,7 +18,7 @@ from hvd_compress.fused.in_place import Arrays, InPlacePlan
 from hvd_compress.fused.on_device import gathered
 from hvd_compress.kernels import loops_of
 from hvd_compress.requests import Request
-from hvd_compress.times import phase
+from hvd_compress.times import begin_phase
 
 
 class TopKOnDevice(InPlacePlan):
@@ -38,13 +38,13 @@ class TopKOnDevice(InPlacePlan):
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, None]:
         form = self.form
-        with phase("search"):
-            momenta = form.momenta_in_use(arrays.momenta)
-            message = self._step.encode(arrays.columns, momenta, form.nesterov)
+        begin_phase("search")
+        momenta = form.momenta_in_use(arrays.momenta)
+        message = self._step.encode(arrays.columns, momenta, form.nesterov)
         layout = self._step.layout
         seal, checks = layout.header.seal, [layout.opened] * self.size
         everything = yield from gathered(message, seal, checks, step)
-        with phase("add_up"):
-            dtypes = None if set(arrays.dtypes) == {"float32"} else arrays.dtypes
-            masking = form.correction is not None and form.correction.masking
-            self._step.settle(arrays.columns, everything, self.size, masking, dtypes)
+        begin_phase("add_up")
+        dtypes = None if set(arrays.dtypes) == {"float32"} else arrays.dtypes
+        masking = form.correction is not None and form.correction.masking
+        self._step.settle(arrays.columns, everything, self.size, masking, dtypes)

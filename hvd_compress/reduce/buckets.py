@@ -15,7 +15,7 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import BucketKey, Entry
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.requests import Gather, Request
-from hvd_compress.times import leaves, phase, watched
+from hvd_compress.times import begin_phase, watched
 from hvd_compress.wire.content import decode_bytes, encode_bytes
 
 #: a bucket is full when the gradients in it have that many bytes, uncompressed
@@ -167,8 +167,9 @@ class Buckets:
             self.next = next(self._left, None)
         for names_of_one in self._split([name for name in names if name not in self._sent]):
             self._send(names_of_one)
-        with phase("wait"):
-            parts = engine.finish()
+        begin_phase("wait")
+        parts = engine.finish()
+        begin_phase("other")
         if self._entries or len(names) < len(self._planned):
             before, self._planned = self._planned, {name: self._look(name) for name in names}
             kinds = ({n: look.kind for n, look in x.items()} for x in (before, self._planned))
@@ -207,7 +208,6 @@ class Buckets:
     def _launch(self, names: Sequence[str], exchange: Exchange) -> None:
         self._sent.update(names)
         self._engine().start(label_of(names), watched(names, exchange))
-        leaves()
 
     def _look(self, name: str) -> BucketKey:
         return self._entries[name].look if name in self._entries else self._planned[name]

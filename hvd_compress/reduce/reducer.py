@@ -233,7 +233,7 @@ class Reducer:
             unused: the names of those that this rank has no gradient for but zeros, where
                 ``finds_unused``.
         """
-        with self.clock.running():
+        with self.clock:
             self._start_together(gradients, unused)
 
     def _start_together(self, gradients: Mapping[str, Array], unused: Iterable[str]) -> None:
@@ -261,6 +261,7 @@ class Reducer:
             return
         if self.choice is not None:
             self.choice.gradient_is_ready(self.clock)
+        self.clock.begin_step()
         self._current = self.engine
         if self._current.size != self._planned_for:  # which ranks see in the same step
             self._planned_for = self._current.size
@@ -310,7 +311,7 @@ class Reducer:
         Raises:
             MismatchError: the ranks differ in method, options, step or tensors.
         """
-        with self.clock.running():
+        with self.clock:
             directions, gradients = self._finish()
         if self.choice is not None and not self.choice.why and self.engine.size > 1:
             self.choice.step_is_over(self.clock)

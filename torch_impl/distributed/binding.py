@@ -257,7 +257,7 @@ class Binding(Controls):
             self._saw_backward = False
         self._saw_backward |= in_backward
         try:
-            with self.reducer.clock.running():
+            with self.reducer.clock:
                 self._start(parameters, in_backward)
         except BaseException:  # the optimizer stays usable
             self.store.optimizer.reset_hooks()
@@ -305,7 +305,7 @@ class Binding(Controls):
             MismatchError: the ranks differ in method, options, step or parameters.
         """
         self._begin_ready()
-        with self.reducer.clock.running():
+        with self.reducer.clock:
             try:
                 directions = self.reducer.finish()
             except BaseException:  # the optimizer stays usable
