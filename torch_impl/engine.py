@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvd_compress.engines.named import NamedEngine, Op, ProcessSetEngine
 from hvd_compress.errors import PayloadError
+from hvd_compress.requests import Collective
+
+from .backend import from_numpy
 
 #: what Horovod says of a collective whose connections have ended names no cause
 _LOST = (
@@ -20,6 +24,14 @@ _LOST = (
 
 class TorchEngine(NamedEngine):
     """The base class of engines whose collectives work on torch tensors."""
+
+    def _carry(self, request: Collective, name: str) -> Generator[Op, Any, Any]:
+        """Arrays of NumPy travel as tensors in the same memory, and so do the replies."""
+        if not isinstance(request.arrays[0], np.ndarray):
+            return (yield from super()._carry(request, name))
+        tensors = request.carrying([from_numpy(x, None) for x in request.arrays])
+        reply = yield from super()._carry(tensors, name)
+        return [x.numpy() for x in reply] if isinstance(reply, list) else reply.numpy()
 
     def _split(self, own: torch.Tensor, everything: torch.Tensor) -> list[torch.Tensor]:
         if everything.numel() != own.numel() * self.size:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.backends import backend_of
 from hvd_compress.base import Context, Spec
 from hvd_compress.fused.coded_plan import (
     FINE,
@@ -63,7 +62,6 @@ class CodedOnHost(CodedPlan):
         self.requests = [Alltoall(self._frames), Gather(self._reply, self.equal_sizes)]
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, list[bool]]:
-        xp = backend_of(arrays.gradients[0])
         begin_phase("encode")
         work = StepOnHost(self, arrays, step)
         try:
@@ -71,14 +69,13 @@ class CodedOnHost(CodedPlan):
             if not self.is_whole:
                 self.look(arrays.states[OWNED])
             self._encode(work)
-            frames = [xp.from_numpy(frame, None) for frame in self._frames]
-            replies = yield self.requests[0].carrying(frames)
+            replies = yield self.requests[0]
             if not self.is_whole:
                 begin_phase("add_up")
-                frame = self._add_up(work, [xp.to_numpy(x) for x in replies])
-                replies = yield self.requests[1].carrying([xp.from_numpy(frame, None)])
+                self._add_up(work, replies)
+                replies = yield self.requests[1]
             begin_phase("add_up")
-            return self._settle(work, [xp.to_numpy(x) for x in replies])
+            return self._settle(work, replies)
         except BaseException:  # also of who gives the exchange up
             work.undo()
             raise
@@ -96,8 +93,8 @@ class CodedOnHost(CodedPlan):
             flags[[*bad]] = NOT_FINITE  # nobody shall take the rest of such a tensor for the whole
             message.seal(frame)
 
-    def _add_up(self, work: StepOnHost, frames: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the message of the sums of the rank's own shards."""
+    def _add_up(self, work: StepOnHost, frames: Sequence[np.ndarray]) -> None:
+        """Write the message of the sums of the rank's own shards."""
         message, reply = self.messages[self.rank], self.replies[self.rank]
         theirs = [message.opened(frame, rank) for rank, frame in enumerate(frames)]
         is_bad = np.any(np.equal(theirs, NOT_FINITE), axis=0).tolist()
@@ -112,7 +109,7 @@ class CodedOnHost(CodedPlan):
                 flags[i] = NOT_FINITE
             elif not is_left:
                 flags[i] = OVERFLOWS
-        return reply.seal(self._reply)
+        reply.seal(self._reply)
 
     def _settle(self, work: StepOnHost, frames: Sequence[np.ndarray]) -> list[bool]:
         """Write averages and states; return of which tensors these are new."""

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvd_compress.backends import backend_of
 from hvd_compress.base import Context, Sparse, Spec
 from hvd_compress.codecs import logarithmic
 from hvd_compress.fused.in_place import Arrays
@@ -80,7 +79,6 @@ class ElementsPlan(StagedPlan):
         self._starts, self._longest = np.cumsum([0, *self.sizes[:-1]]), max(self.sizes)
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
-        xp = backend_of(arrays.gradients[0])
         begin_phase("search")
         places, values = zip(*self._selected(arrays, step), strict=True)
         begin_phase("encode")
@@ -88,12 +86,11 @@ class ElementsPlan(StagedPlan):
             [start + at for start, at in zip(self._starts, places, strict=True)]
         )
         frame, sent = self._message.encode(indices, np.concatenate(values))
-        frames = yield self.requests[0].carrying([xp.from_numpy(frame, None)])
+        frames = yield self.requests[0].carrying([frame])
         begin_phase("add_up")
         with np.errstate(over="ignore", invalid="ignore"):
             theirs = [
-                self._message.decode(xp.to_numpy(frame), f"rank {rank}")
-                for rank, frame in enumerate(frames)
+                self._message.decode(frame, f"rank {rank}") for rank, frame in enumerate(frames)
             ]
             finite, views = finite_of(self.sizes, theirs), arrays.views
             counts = [at.size for at in places]

@@ -124,13 +124,9 @@ class TopKPlan(InPlacePlan):
             kept.holds = True
         begin_phase("encode")
         frame, sent = self._message.encode(indices, values)
-        # In host memory, where it was made, and where the replies are read.
-        frames = yield self.requests[0].carrying([xp.from_numpy(frame, None)])
+        frames = yield self.requests[0].carrying([frame])
         begin_phase("add_up")
-        theirs = [
-            self._message.decode(xp.to_numpy(frame), f"rank {rank}")
-            for rank, frame in enumerate(frames)
-        ]
+        theirs = [self._message.decode(frame, f"rank {rank}") for rank, frame in enumerate(frames)]
         finite = finite_of(self.sizes, theirs)
         if any(dtype != "float32" for dtype in arrays.dtypes):
             finite &= self._fits(theirs, like, arrays.dtypes)

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress.backends import backend_of
 from hvd_compress.kernels import is_compiled, native, threads
 from hvd_compress.kernels.arrays import Array, Column
 
@@ -235,15 +234,15 @@ class PowerStep:
         # Its scale means nothing to the result, and could take the product out of range.
         self._matrices.unit(self._new, self._q)
         self._matrices.left(x, self._q, self.rows, *((*residuals, out) if residuals else ()))
-        return _beside(x, self.rows)
+        return self.rows
 
     def right(self, columns: Sequence[Column], total: Array) -> Array:
         """Return what is sent then, given the sum of all ranks' P: all Q, transposed."""
         x, out, _, *residuals = columns
-        np.divide(backend_of(total).to_numpy(total), self._size, out=self._p)
+        np.divide(total, self._size, out=self._p)
         self._matrices.orthonormal(self._p)
         self._matrices.right(out if residuals else x, self._p, self.own)
-        return _beside(x, self.own)
+        return self.own
 
     def settle(self, columns: Sequence[Column], total: Array) -> np.ndarray:
         """Write averages and states, given the sum of all ranks' Q; return of which matrices the
@@ -251,7 +250,7 @@ class PowerStep:
         and returns ``None``."""
         _, out, factors, *residuals = columns
         factors, left = factors.on_host(), residuals[0] if residuals else None
-        np.divide(backend_of(total).to_numpy(total), self._size, out=self._new)
+        np.divide(total, self._size, out=self._new)
         finite = self._finite()
         self._matrices.settle(
             *(out, left, self._p, self._new, self.own), out=out, sent=None, finite=finite
@@ -281,12 +280,6 @@ class PowerStep:
         p, q = (slice(*each[i : i + 2]) for each in (self._starts_of_p, self._starts_of_q))
         one.product(self._p[p], self._new[q], Column([mean]))
         return bool(np.isfinite(mean).all())
-
-
-def _beside(column: Column, x: np.ndarray) -> Array:
-    """``x`` as an array of the library of those of a column."""
-    like = column.arrays[0]
-    return backend_of(like).from_numpy(x, like)
 
 
 def _addresses(column: Column | None) -> np.ndarray:

@@ -85,7 +85,7 @@ def same(one, other):
 
 
 def damage(exchange, frame):
-    frame = frame.clone()
+    frame = frame.copy()
     frame[20] ^= 1
     with pytest.raises(PayloadError):
         exchange.send([frame])

@@ -246,7 +246,7 @@ def a_damaged_message_raises() -> None:
             engine.HorovodEngine._launch = damage
         try:
             model[0].weight.grad = gradient
-            optimizer.compression.exchange_gradients([model[0].weight])
+            optimizer.compression.exchange_gradients([optimizer._watched[id(model[0].weight)]])
             with raises(PayloadError, "rank 1", "checksum"):
                 optimizer.compression.finish()
         finally:

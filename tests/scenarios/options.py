@@ -484,7 +484,7 @@ def what_cannot_work_says_what_to_write() -> None:
     bad = distribute(sgd(complex_model), complex_model, DGC)
     complex_model.weight.grad = torch.zeros_like(complex_model.weight)
     with raises(UnsupportedError, "complex64"):
-        bad.compression.exchange_gradients([complex_model.weight])
+        bad.compression.exchange_gradients([bad._watched[id(complex_model.weight)]])
 
 
 def one_instance_may_serve_two_optimizers() -> None:

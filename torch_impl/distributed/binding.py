@@ -20,7 +20,7 @@ from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
 from .. import backend
-from ..amp import running_scale, scaled_passes
+from ..amp import running_scale
 from ..controls import Controls
 from ..parameters import gradient_dtype, is_wrapped
 from ..state.momentum import Momentum, check_sparse_step
@@ -31,10 +31,12 @@ logger = logging.getLogger("hvd_compress")
 
 @dataclasses.dataclass(eq=False)
 class Watched:
-    """A parameter with a hook: its backward passes since the last exchange, whether these were all,
-    and with which gradient its exchange has begun, of which version, at which address."""
+    """A parameter with a hook and its name: its backward passes since the last exchange, whether
+    these were all, and with which gradient its exchange has begun, of which version, at which
+    address."""
 
     parameter: torch.nn.Parameter
+    name: str
     passes: int = 0
     is_started: bool = False
     gradient: torch.Tensor | None = None
@@ -114,7 +116,6 @@ class Binding(Controls):
         self._is_plain_sgd = torch.optim.SGD in type(optimizer).__bases__
         self._has_decayed: bool | None = None  # None: not known
         self._has_warned = False
-        self._name_by_id: dict[int, str] = {}  # to hash a parameter takes long
         names, groups = optimizer._parameter_names, optimizer._groups
         self.reducer = Reducer(
             method,
@@ -217,24 +218,8 @@ class Binding(Controls):
 
     # -- the exchange ------------------------------------------------------------------------
 
-    def take(self, watched: Watched) -> None:
-        """Begin to exchange the gradient of a parameter in a hook of backward, as soon as a bucket
-        can be sent; never waits."""
-        self.store.ready.append(watched)
-        place = id(watched.parameter)
-        buckets, name = self.reducer.buckets, self._name_by_id.get(place)
-        bucket = buckets.bucket_of.get(name) if name else None
-        is_due = bucket is None
-        if bucket is not None:
-            bucket.unready -= 1
-            is_due = not bucket.unready and bucket is buckets.next
-        # What is known of a scale ends with the hook.
-        if is_due or (scaled_passes and running_scale() is not None):
-            self._begin_ready()
-        else:
-            self.reducer.poll()
-
-    def _begin_ready(self) -> None:
+    def begin_ready(self) -> None:
+        """Begin to exchange the gradients that hooks have found to be ready."""
         ready, self.store.ready = self.store.ready, []
         if ready:
             self.begin(ready)
@@ -247,37 +232,36 @@ class Binding(Controls):
             if gradient is not None:
                 each.version = gradient._version
                 each.address = 0 if gradient.is_sparse else gradient.data_ptr()
-        self.exchange_gradients([each.parameter for each in watched], in_backward=True)
+        self.exchange_gradients(watched, in_backward=True)
 
-    def exchange_gradients(
-        self, parameters: Sequence[torch.nn.Parameter], in_backward: bool = False
-    ) -> None:
+    def exchange_gradients(self, watched: Sequence[Watched], in_backward: bool = False) -> None:
         """Begin to exchange the gradients of one parameter, or of a group; never waits."""
         if not self.reducer.has_begun:
             self._saw_backward = False
         self._saw_backward |= in_backward
         try:
             with self.reducer.clock:
-                self._start(parameters, in_backward)
+                self._start(watched, in_backward)
         except BaseException:  # the optimizer stays usable
             self.store.optimizer.reset_hooks()
             self.abandon()
             raise
 
-    def _start(self, parameters: Sequence[torch.nn.Parameter], in_backward: bool) -> None:
+    def _start(self, watched: Sequence[Watched], in_backward: bool) -> None:
         self.consolidated = None
         self.store.optimizer._synchronized = False
         if (scale := running_scale()) is not None:
             if self.reducer.sparse_results:
                 raise ConfigError("sparse_step=True cannot scale losses: leave one of the two out")
             self.store.scale = scale
-        gradients, names = {}, self._name_by_id
-        for p in parameters:
+        gradients, parameters = {}, self.store.parameters
+        for each in watched:
+            p, name = each.parameter, each.name
             if p.grad is None:  # other ranks may have one
                 p.grad = self._no_gradient(p)
             elif not in_backward and p.grad.layout is torch.strided and 0 in p.grad.stride():
                 p.grad = p.grad.clone()  # they cannot be written to; backward leaves no such
-            gradient, name = p.grad, names.get(id(p)) or self._name_of(p)
+            gradient = p.grad
             # Most are as they should be, and a function for each would take long.
             is_usual = (
                 type(gradient) is torch.Tensor
@@ -290,13 +274,8 @@ class Binding(Controls):
             if not is_usual:
                 _check_gradient(name, gradient, p)
             gradients[name] = gradient.detach() if gradient.requires_grad else gradient
-        self.store.parameters.update(zip(gradients, parameters, strict=True))
+            parameters[name] = p
         self.reducer.start_together(gradients)
-
-    def _name_of(self, p: torch.nn.Parameter) -> str:
-        if (name := self._name_by_id.get(id(p))) is None:
-            name = self._name_by_id[id(p)] = self.store.optimizer._parameter_names[p]
-        return name
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Wait for everything that was started and put the averages into ``p.grad``.
@@ -304,7 +283,7 @@ class Binding(Controls):
         Raises:
             MismatchError: the ranks differ in method, options, step or parameters.
         """
-        self._begin_ready()
+        self.begin_ready()
         with self.reducer.clock:
             try:
                 directions = self.reducer.finish()
@@ -349,18 +328,21 @@ class Binding(Controls):
         self.store.scale = self._has_decayed = None
         self.consolidated = None
 
+    def _gradient_dtype(self, p: torch.nn.Parameter) -> torch.dtype:
+        return gradient_dtype(p, self.store.optimizer._parameter_names[p])
+
     def _no_gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
         if p not in self.store.sparse:
-            return torch.zeros_like(p, dtype=gradient_dtype(p, self._name_of(p)))
+            return torch.zeros_like(p, dtype=self._gradient_dtype(p))
         index = torch.empty(1, 0, dtype=torch.int64, device=p.device)
-        dtype = gradient_dtype(p, self._name_of(p))
+        dtype = self._gradient_dtype(p)
         rows = p.detach().new_empty(0, *p.shape[1:], dtype=dtype)
         return torch.sparse_coo_tensor(index, rows, p.shape, check_invariants=False)
 
     def _assign_gradient(self, p: Any, direction: torch.Tensor, is_rows: bool) -> None:
         if isinstance(direction, Sparse):
             places = torch.stack(torch.unravel_index(direction.indices, p.shape))
-            values = direction.values.to(gradient_dtype(p, self._name_of(p)))
+            values = direction.values.to(self._gradient_dtype(p))
             p.grad = torch.sparse_coo_tensor(
                 places, values, p.shape, is_coalesced=True, check_invariants=False
             )
@@ -368,7 +350,7 @@ class Binding(Controls):
             return
         gradient = p.grad
         if gradient is None:  # a gradient that is under way arrives, or ranks would differ
-            p.grad = direction.to(gradient_dtype(p, self._name_of(p)))
+            p.grad = direction.to(self._gradient_dtype(p))
         elif is_rows:
             p.grad = direction.to(gradient.dtype)
         elif gradient.is_sparse:  # sparse_as_dense: as sparse as it came

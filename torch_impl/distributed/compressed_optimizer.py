@@ -20,7 +20,7 @@ import torch
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.integrations.options import HorovodOptions, check_passes
 
-from ..amp import forget_scale, this_thread
+from ..amp import forget_scale, running_scale, scaled_passes, this_thread
 from ..eager import run_eagerly
 from ..parameters import (
     Parameter,
@@ -124,7 +124,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             if self._groups is not None and p not in self._group_of:  # it has come later
                 self._group_of[p] = (p,)
                 self._groups.append((p,))
-            self._watched[id(p)] = Watched(p)
+            self._watched[id(p)] = Watched(p, self._parameter_names[p])
             # Nothing would ever collect what a tensor's hook holds, the tensor itself included.
             hook = functools.partial(_is_ready, weakref.ref(self), id(p))
             eager = torch.compiler.disable(hook)
@@ -192,7 +192,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                     if id(q) not in self._watched:
                         self._take_charge([q])
                     self._watched[id(q)].is_started = True
-                self.compression.exchange_gradients(together)
+                self.compression.exchange_gradients([self._watched[id(q)] for q in together])
             self.compression.finish()
             self.reset_hooks()
             self._synchronized = True
@@ -320,8 +320,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
 
 def _is_ready(reference: weakref.ref[CompressedOptimizer], place: int, _: Any) -> None:
-    """Count a backward pass that has added to the gradient of a parameter, and start its exchange
-    if it was the last; called by PyTorch for each parameter, so it calls as little as possible.
+    """Count a backward pass that has added to the gradient of a parameter.  If it was the last, the
+    exchange begins as soon as a bucket can be sent.  PyTorch calls this for each parameter, so it
+    calls as little as possible, and never waits.
 
     Args:
         reference: to the optimizer, which may be gone.
@@ -354,7 +355,18 @@ def _is_ready(reference: weakref.ref[CompressedOptimizer], place: int, _: Any) -
             return
         if optimizer._groups is None:
             watched.is_started = True
-            optimizer.compression.take(watched)
+            binding = optimizer.compression
+            buckets = binding.reducer.buckets
+            binding.store.ready.append(watched)
+            bucket = buckets.bucket_of.get(watched.name)
+            if bucket is not None:
+                bucket.unready -= 1
+            is_due = bucket is None or (not bucket.unready and bucket is buckets.next)
+            # What is known of a scale ends with the hook.
+            if is_due or (scaled_passes and running_scale() is not None):
+                binding.begin_ready()
+            else:
+                binding.reducer.poll()
         else:
             together = optimizer._together(watched.parameter)
             everyone = [w for q in together if (w := optimizer._watched.get(id(q))) is not None]
