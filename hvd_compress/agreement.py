@@ -1,9 +1,9 @@
 """A check that all ranks are about to do the same step.
 
-Ranks that differ in the method, its options, the step or the tensors wait for each other for ever,
-or, worse, go on with weights that differ.  So at the beginning of every step they compare a digest
-of everything that must be equal: 16 bytes, in flight while gradients are computed.  If digests
-differ, ranks exchange the full text, and every rank raises an error that shows all differences.
+Ranks that differ in the method, its options, the step or the tensors wait for each other for ever.
+At worst they go on with weights that differ.  So at the beginning of every step they compare a
+digest of everything that must be equal: 16 bytes, in flight while gradients are computed.  If
+digests differ, ranks exchange the full text, and every rank raises an error with all differences.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def agreement(terms: Terms, like: Array) -> Exchange:
         like: an array; the messages are made by its backend, on its device.
 
     Returns:
-        As mean, an error to be raised when the exchanges under way are over, if the ranks differ in
-        numbers that decide about their steps and not about what they send; else something else.
+        In ``mean`` an error, to be raised after the exchanges under way, if the ranks differ in
+            numbers
+        that decide about their steps alone.  Otherwise something else.
 
     Raises:
         MismatchError: on every rank, if they differ otherwise.
@@ -124,7 +125,7 @@ def _differing(everyone: Sequence[bytes]) -> set[str]:
 
 
 def _differ_by_rounding(everyone: Sequence[bytes]) -> bool:
-    """Return whether the encoded terms of all ranks are equal but for weights that are close; a
+    """Return whether the encoded terms of all ranks are equal but for weights that are close.  A
     rank that has come later has looked at none."""
     terms = [json.loads(text) for text in everyone]
     samples = [own.pop(WEIGHTS) for own in terms if WEIGHTS in own]

@@ -1,8 +1,8 @@
 """The contract between compression methods and the engines that carry their messages.
 
 A compressor never talks to a network.  ``Compressor.exchange(gradient, state, context)`` is a
-generator: it yields *requests* (:mod:`hvd_compress.requests`), an engine carries each of them out
-over all ranks and sends the *reply* back in, and at the end it returns an :class:`Outcome`::
+generator of *requests* (:mod:`hvd_compress.requests`).  An engine carries each of them out over all
+ranks and sends the *reply* back in.  At the end the generator returns an :class:`Outcome`::
 
     def exchange(self, gradient, state, context):
         total = yield Sum(gradient)
@@ -13,8 +13,8 @@ the same order.
 
 The laws that every method obeys (checked by :func:`hvd_compress.testing.check_laws`):
 
-* ``mean`` is the average over the ranks of what each of them ``sent``, except for the residual of
-  the owner of a shard (state ``owner_residual``, see :mod:`hvd_compress.meetings.alltoall`);
+* ``mean`` is the average over the ranks of the values ``sent``, but for the residual of the owner
+  of a shard (state ``owner_residual``, see :mod:`hvd_compress.meetings.alltoall`);
 * with error feedback nothing is lost: gradient + old residual = what was sent + new residual;
 * all ranks compute bitwise equal ``mean`` and ``update``;
 * shape, dtype and device of the gradient are kept;
@@ -67,7 +67,7 @@ class Decoded(NamedTuple):
         finite: whether all that they hold is finite: a bool, or a symbol of one.
         update: the direction of the step, if that is not the average of what they hold.
 
-    What does not fit into half precision arrives as Inf:
+    A number beyond half precision arrives as Inf:
 
     >>> coding, x = whole("float16"), np.array([4.0, 1e6])
     >>> coding.decode([coding.encode(x, {}, Context()).message], x, Context())
@@ -80,10 +80,10 @@ class Decoded(NamedTuple):
 
 
 class Coding(Configurable, abc.ABC, kind="block"):
-    """How a flat array (float32 or float64) becomes a message, by two functions that anybody may
-    call: neither talks to a network, or changes an array that it was given.
+    """The way a flat array (float32 or float64) becomes a message, by two functions that anybody
+    may call.  Neither talks to a network, or changes an array that it was given.
 
-    ``context`` is the same on both ends, but for the rank: random choices follow from step, seed
+    ``context`` is the same on both ends, but for the rank.  Random choices follow from step, seed
     and name of the tensor, so that they need not be sent.
 
     >>> coding, x = elements(top_k(0.5)), np.array([4.0, 1.0, 0.0, -2.0])
@@ -98,7 +98,7 @@ class Coding(Configurable, abc.ABC, kind="block"):
 
     @abc.abstractmethod
     def encode(self, x: Array, state: State, context: Context) -> Encoded:
-        """Return the message of the flat ``x``.  Where ``x`` is not finite, receivers must read
+        """Return the message of the flat ``x``.  If ``x`` is not finite, receivers must read
         something that is not finite either."""
 
     @abc.abstractmethod
@@ -205,8 +205,8 @@ class Tensors(NamedTuple):
         states: in which there may be other entries, too; and what stands in front of the keys there
             (``prefix``).
         momenta: of the optimizer.
-        flat: what is exchanged in the place of the gradients, as flat arrays; ``None``: these as
-            they are, of which :meth:`Plan.takes` has said that it can be.
+        flat: flat arrays that are exchanged instead of the gradients; ``None``: the gradients as
+            they are, which :meth:`Plan.takes` has allowed.
     """
 
     gradients: Sequence[Array]
@@ -281,23 +281,27 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def takes(self, tensors: Tensors) -> bool:
-        """Return whether gradients and states are of the kinds that the plan was made for, so that
-        neither has to be looked at one by one.  This is asked in every step of every bucket, so it
-        calls no function for each tensor."""
+        """Return whether gradients and states are of the kinds that the plan was made for.  Then
+        none of them has to be looked at one by one.
+
+        This is asked in every step of every bucket, so it calls no function for each tensor.
+        """
 
     @abc.abstractmethod
     def exchange(self, tensors: Tensors, step: Context) -> Generator[Request, Any, Averages]:
-        """Exchange the bucket; ``step`` has what is of the step, and nothing of a tensor.
-        Directions may be written into the gradients where ``step.in_place``.  Where all is finite,
-        an entry of a state that its owner replaces meanwhile stays as it was put."""
+        """Exchange the bucket; ``step`` describes the step, and no tensor.
+
+        Directions may be written into the gradients if ``step.in_place``.  If all is finite, an
+        entry of a state that its owner replaces meanwhile stays as it was put.
+        """
 
 
 class Form(Protocol):
     """A method for whole buckets; see :mod:`hvd_compress.fused`."""
 
     def place(self, gradient: Array, context: Context) -> Place | None:
-        """Return the place of a tensor, or ``None`` if it is exchanged by itself: its arrays are
-        not of a kind that the form takes, say."""
+        """Return the place of a tensor; ``None`` if it is exchanged by itself, for instance because
+        the form does not take its kind of arrays."""
 
     def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> Plan:
         """Return the plan of a bucket of these tensors, which have one key."""
@@ -365,12 +369,13 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         ``gradient``."""
 
     def common(self, gradient: Array) -> State:
-        """Return the entries that this tensor shares with all others of the model for which this
-        returns arrays of the same keys, dtypes, shapes and device, as they are before the first
+        """Return the entries that this tensor shares with others, as they are before the first
         exchange.
 
-        They are not in :meth:`init`, and are equal on all ranks.  One tensor, their home, has them
-        in its state; their owner hands them to the exchange of every tensor that shares them.
+        Tensors for which this returns arrays of the same keys, dtypes, shapes and device share
+        them.  They are not in :meth:`init`, and are equal on all ranks.  One tensor, their home,
+        has them in its state; their owner passes them to the exchange of every tensor that shares
+        them.
         """
         return {}
 
@@ -379,17 +384,17 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         """Average ``gradient`` over the ranks; see the module's docstring."""
 
     def place(self, gradient: Array, context: Context) -> Place | None:
-        """Return the place of this tensor in the exchange of a bucket, which gives the same bits as
-        :meth:`exchange` for each of its tensors; ``None``: it has an exchange of its own."""
+        """Return the place of this tensor in the exchange of a bucket; ``None``: it has an exchange
+        of its own.  The bucket gives the same bits as :meth:`exchange` of each of its tensors."""
         return None
 
     def encode(self, gradient: Array, state: State, context: Context) -> Encoded:
         """Return this rank's contribution as a message that stands alone, for a server or a
         transport of one's own, which :meth:`decode` reads.
 
-        What arrives is what was sent; of methods whose ranks gather messages or sum it is what
-        :meth:`exchange` would return on a single rank, bit for bit.  In a step that is not finite,
-        neither is what arrives, and the state stays as it was.
+        Receivers read what was sent.  If the ranks of a method gather or sum messages, that is the
+        result of :meth:`exchange` on a single rank, bit for bit.  In a step that is not finite,
+        neither is the value that arrives, and the state stays as it was.
 
         Raises:
             UnsupportedError: it takes several ranks to know what is sent, or a receiver that keeps
@@ -450,8 +455,8 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         return None
 
     def repaired(self, gradient: Array, state: State) -> State:
-        """Return a consistent state after a checkpoint was loaded, in which entries that differ
-        between ranks may have been averaged, or be missing on some ranks."""
+        """Return a consistent state after a checkpoint was loaded.  Entries that differ between
+        ranks may have been averaged then, or be missing on some ranks."""
         return state
 
     def phase_index(self, step: Array) -> Array:

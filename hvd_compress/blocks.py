@@ -4,9 +4,9 @@
 
     method = chain(error_feedback(), via=allgather(top_k(0.01)))
 
-What blocks work on is flat: float32, which half precisions are widened to, or float64; x below, of
+Blocks work on flat arrays of float32, which half precisions are widened to, or float64: x below, of
 n elements (d in formulas of papers).  Options are fields of frozen dataclasses, and are checked
-when a block is made: ``ConfigError`` names the option, and what it may be.
+when a block is made: ``ConfigError`` names the option and its choices.
 
 - A transform changes a gradient before the exchange, ``update(x, state, context)``, and learns
   afterwards what was sent of it, ``settle(sent, state, context)``.
@@ -17,8 +17,8 @@ when a block is made: ``ConfigError`` names the option, and what it may be.
 - A codec turns n numbers into bytes (uint8) and back: ``encode(x, random)`` and
   ``decode(code, n, dtype)``, where ``random`` is a NumPy generator, for codecs that draw.
 
-What ``density``, ``momentum``, "State" and "Sent" mean, and what a ``World`` is in the examples,
-stands once for all in :mod:`hvd_compress.methods`.
+The meaning of ``density``, ``momentum``, "State", "Sent" and ``World`` stands once for all in
+:mod:`hvd_compress.methods`.
 """
 
 from hvd_compress import codecs, meetings, operators, transforms

@@ -155,9 +155,9 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
         raise UnsupportedError(f"{self.name} takes all ranks to know what is sent")
 
     def fused(self, transforms: Sequence[Transform], context: Context) -> Form | None:
-        """Return what a chain of ``transforms`` and this aggregator is for whole buckets, if there
-        is such a form.  It may depend on the context's Nesterov flag and number of ranks, and on
-        nothing else of it: momentum is a number that may change in every step."""
+        """Return the form of a chain of ``transforms`` and this aggregator for whole buckets, if
+        there is one.  It may depend on the context's Nesterov flag and number of ranks alone:
+        momentum is a number that may change in every step."""
         return None
 
     def check_feedback(self, shape: tuple[int, ...], context: Context) -> None:
@@ -171,9 +171,14 @@ class Aggregator(Configurable, abc.ABC, kind="block"):
 
 
 class _Sending(NamedTuple):
-    """A gradient on its way: what the aggregator gets, flat; its state; the states of the
-    transforms, and what they were before the step; and the context, with the gradient's dtype and
-    shape."""
+    """A gradient on its way, with all that belongs to it.
+
+    Attributes:
+        x: the flat input of the aggregator.
+        own: the aggregator's state.
+        states, old: the states of the transforms, now and before the step.
+        context: with the gradient's dtype and shape.
+    """
 
     x: Array
     own: State
@@ -211,7 +216,7 @@ class Chain(Compressor, name="chain"):
         super().__post_init__()
         for transform in self.transforms:
             if not isinstance(transform, Transform):
-                raise ConfigError(f"{transform!r} is not a transform; aggregators go behind via=")
+                raise ConfigError(f"{transform!r} is not a transform; aggregators go after via=")
         if not isinstance(self.via, Aggregator):
             raise ConfigError(f"via={self.via!r} is not an aggregator: allreduce() or allgather()")
         keys = [key for part in self._parts for key in part.keys]
@@ -225,7 +230,7 @@ class Chain(Compressor, name="chain"):
         for transform in self.transforms[:-1]:
             if transform.last:
                 raise ConfigError(
-                    f"{transform.name} must be the last transform: those behind it would see what "
+                    f"{transform.name} must be the last transform: those after it would see what "
                     "is new about a gradient instead of a gradient"
                 )
         feedbacks = [transform.name for transform in self.transforms if transform.feeds_back]
@@ -384,8 +389,8 @@ class Chain(Compressor, name="chain"):
 
 
 def in_range(state: State) -> State:
-    """Return a state with too large elements replaced: those that would overflow when a few of
-    them, or of other ranks', are added become the largest that do not overflow."""
+    """Return a state without too large elements.  Elements that would overflow when a few ranks'
+    are added become the largest ones that do not."""
     return {key: _in_range(x) for key, x in state.items()}
 
 

@@ -82,13 +82,14 @@ class Configurable(metaclass=_NamedMeta):
     @functools.cached_property
     def homogeneous(self) -> bool:
         """Whether twice the gradient gives twice the result, so that no option is in units of the
-        gradient.  Where nothing is kept for later either, loss scaling may be undone after the
+        gradient.  If nothing is kept for later either, loss scaling may be undone after the
         exchange."""
         return all(part.homogeneous for part in self.working_parts)
 
     @functools.cached_property
     def takes_momentum(self) -> bool:
-        """Whether the optimizer's momentum and weight decay are applied here, in its place."""
+        """Whether the optimizer's momentum and weight decay are applied here, and not by the
+        optimizer."""
         return any(part.takes_momentum for part in self.working_parts)
 
     @functools.cached_property
@@ -157,7 +158,7 @@ def converted(function: Callable[..., Any], *others: str) -> dict[str, Any]:
 
     Args:
         function: raises ``ConfigError`` for values that cannot be.
-        others: names of options that are handed to it as well, behind the value.
+        others: names of options that are passed to it as well, after the value.
     """
     return {_CONVERTER: _Converter(function, others)}
 

@@ -106,10 +106,10 @@ class NeedsTuning(UserWarning):
     ...     warnings.simplefilter("always")
     ...     method = hvd.SignSGD()
     >>> print(caught[0].message)
-    signsgd moves every weight by the whole learning rate in every step, so that must be some
-    hundred times smaller than SGD's: lr=0.0002 where SGD has 0.05, falling towards the end.
-    Where it is, warnings.simplefilter('ignore', hvd_compress.NeedsTuning); efsignsgd trains
-    with SGD's own
+    signsgd moves every weight by the whole learning rate in every step. Use one some hundred
+    times smaller than SGD's: lr=0.0002 instead of 0.05, falling towards the end. Then silence
+    this by warnings.simplefilter('ignore', hvd_compress.NeedsTuning). efsignsgd trains with
+    SGD's own learning rate
     """
 
 
@@ -149,7 +149,8 @@ class CollectiveTimeout(CompressionError, TimeoutError):  # noqa: N818
     """Another rank did not answer in time; the communicator cannot be used any more.
 
     The message says which rank is waited for, and in which call.  The time is 600 seconds, or that
-    of ``HVD_COMPRESS_TIMEOUT`` or ``Communicator(timeout=...)``.  Who catches time-outs gets it:
+    of ``HVD_COMPRESS_TIMEOUT`` or ``Communicator(timeout=...)``.  It can be caught as a time-out of
+    Python:
 
     >>> issubclass(CollectiveTimeout, TimeoutError)
     True

@@ -1,13 +1,15 @@
-"""Densities that change during training: schedules map (step, epoch) to the fraction that is sent.
+"""Densities that change during training: schedules map (step, epoch) to the fraction that is sent::
 
-Sending 0.1 % from the first step on costs accuracy: early gradients change fast, and residuals
-become stale.  Lin et al. (ICLR 2018) therefore lower the density in stages while the learning rate
+    compression=hvd.DGC(density=hvd.warmup_to(0.001, epochs=4))
+
+Early gradients change fast and residuals become stale, so 0.1 % from the first step on costs
+accuracy.  Lin et al. (ICLR 2018) therefore lower the density in stages while the learning rate
 warms up.
 
-Stages advance by ``unit="step"`` (``stage_length`` optimizer steps each) or by ``unit="epoch"``,
-which needs ``compression.set_epoch(epoch)`` once per epoch, and raises ``ConfigError`` without.
-Stages shorter than an epoch advance within one if parts of epochs are announced too,
-``set_epoch(epoch + batch / batches)``; otherwise the first stage of an epoch lasts until its end.
+Stages are counted in steps (``unit="step"``) or epochs (``unit="epoch"``).  Epochs need
+``compression.set_epoch(epoch)`` once per epoch, and raise ``ConfigError`` without.  Stages shorter
+than an epoch advance within it if its parts are announced too, as ``set_epoch(epoch + batch /
+batches)``.  Otherwise the first stage of an epoch lasts until its end.
 """
 
 from __future__ import annotations
@@ -75,10 +77,12 @@ class _Staged(Configurable, abc.ABC, kind="schedule"):
 
 @dataclasses.dataclass(frozen=True)
 class StagedWarmup(_Staged, name="staged"):
-    """A schedule with one density for each stage; the last one never ends.
+    """A schedule with one density for each stage; the last one never ends::
 
-    The default is the list of Lin et al. (2018): 25, 6.25, 1.5625, 0.4 and 0.1 %.  Any list of
-    fractions is possible; 1.0 makes a dense stage.
+        compression=hvd.TopK(density=hvd.StagedWarmup(stage_length=500, densities=(0.1, 0.01)))
+
+    The default densities are those of Lin et al. (2018): 25, 6.25, 1.5625, 0.4 and 0.1 %.  A
+    density of 1.0 makes a dense stage.
 
     Options:
         unit: "step" or "epoch"; epochs must be announced, ``compression.set_epoch(epoch)``.
@@ -111,9 +115,12 @@ class StagedWarmup(_Staged, name="staged"):
 
 @dataclasses.dataclass(frozen=True)
 class ExponentialWarmup(_Staged, name="exponential"):
-    """A schedule of ``density ** ((stage + 1) / (stages + 1))`` for ``stages`` stages, and then
-    ``density``: with 5 stages and density 0.001 the default of the authors' released code, 0.3162,
-    0.1, 0.03162, 0.01, 0.003162, 0.001, which is another list than their paper's.
+    """A schedule of equal ratios: ``density ** ((stage + 1) / (stages + 1))``, then ``density``::
+
+        compression=hvd.DGC(density=hvd.ExponentialWarmup(unit="epoch"))
+
+    With 5 stages and density 0.001 it is the default of the released code of Deep Gradient
+    Compression: 0.3162, 0.1, 0.03162, 0.01, 0.003162, 0.001.  Their paper has another list.
 
     Options:
         unit, stage_length: see :class:`StagedWarmup`.
@@ -139,8 +146,10 @@ class ExponentialWarmup(_Staged, name="exponential"):
 def warmup_to(
     density: float, *, steps: int | None = None, epochs: int | None = None
 ) -> StagedWarmup:
-    """Return the paper's warm-up, spread over ``steps`` or ``epochs`` and ending at ``density``.
-    It begins with 25 %, however short it is.
+    """Return a warm-up of the density in the stages of Lin et al. (2018), from 25 % down to
+    ``density``::
+
+        compression=hvd.DGC(density=hvd.warmup_to(0.001, epochs=4))
 
     Args:
         density: of the end, in (0, 1].
@@ -149,8 +158,9 @@ def warmup_to(
     Raises:
         ConfigError: an option is out of its range, or there is not one length.
 
-    >>> warmup_to(0.01, epochs=3)
-    StagedWarmup(unit='epoch', stage_length=1, densities=(0.25, 0.0625, 0.015625, 0.01))
+    >>> schedule = warmup_to(0.01, epochs=3)
+    >>> [schedule(step=0, epoch=epoch) for epoch in range(5)]
+    [0.25, 0.0625, 0.015625, 0.01, 0.01]
     """
     check_fraction("density", density)
     if (steps is None) == (epochs is None):
@@ -168,7 +178,9 @@ def warmup_to(
 
 @dataclasses.dataclass(frozen=True)
 class After(_Staged, name="after"):
-    """A schedule that is False for the first ``stage_length`` steps or epochs, and then True.
+    """A schedule of a beginning: False for the first steps or epochs, then True::
+
+        compression=hvd.PowerSGD(rank=4, start=hvd.After("epoch", 2))
 
     Options:
         unit: "step" or "epoch"; epochs must be announced, ``compression.set_epoch(epoch)``.

@@ -6,11 +6,11 @@ from typing import Any
 
 
 def bounds_of(n: int, parts: int, unit: int = 1) -> list[int]:
-    """The bounds of ``parts`` even pieces of ``n`` elements: ``parts + 1`` ascending numbers
-    from 0 to ``n``.
+    """The bounds of ``parts`` even pieces of ``n`` elements: ``parts + 1`` ascending numbers from 0
+    to ``n``.
 
-    Pieces consist of whole units of ``unit`` elements, of which the last may be shorter, and differ
-    by one unit at most; with fewer units than parts some pieces are empty.
+    Pieces consist of whole units of ``unit`` elements, and differ by one unit at most.  The last
+    unit may be shorter.  With fewer units than parts some pieces are empty.
 
     >>> bounds_of(10, 4), bounds_of(10, 2, unit=4)
     ([0, 2, 5, 7, 10], [0, 4, 10])

@@ -91,14 +91,22 @@ class BucketRecord:
 
 
 class Stats:
-    """The result of ``stats()``: records of all tensors, ``layers`` by tensor name, and ``total``,
-    their sum; ``times``, where this rank's time went, in seconds; and ``buckets``, the same of
-    tensors that are sent together (``None`` and empty in graphs of TensorFlow).  With
-    ``compression="auto"``, ``choice`` has the ``"method"`` in use and ``"why"``; else it is
-    ``None``.
+    """The result of ``stats()``: bytes, density and times since the beginning or
+    ``reset_stats()``::
 
-    ``print(stats)`` shows a table, ``stats.line()`` is one line, and :func:`hvd_compress.log_stats`
-    writes scalars for TensorBoard and the like.
+        stats = optimizer.compression.stats()
+        print(stats.line())
+
+    ``print(stats)`` shows a table, and :func:`hvd_compress.log_stats` writes scalars for
+    TensorBoard and the like.
+
+    Attributes:
+        layers: a :class:`Record` of each tensor, by name.
+        total: their sum.
+        times: where this rank's time went, in seconds; ``None`` in graphs of TensorFlow.
+        buckets: a :class:`BucketRecord` of tensors that are sent together; empty in graphs.
+        choice: with ``compression="auto"`` the ``"method"`` in use and ``"why"``; otherwise
+            ``None``.
 
     >>> reducer = Reducer("topk:density=0.01", LocalEngine())
     >>> _ = reducer.reduce({"w": np.ones((100, 100), np.float32), "b": np.ones(100, np.float32)})
@@ -153,11 +161,12 @@ class Stats:
         return found if self.choice is None else {**found, "choice": dict(self.choice)}
 
     def scalars(self, *, tensors: bool = False) -> dict[str, float]:
-        """Return numbers by name, for a plot over the steps: of ``total``, of each bucket, where
-        the time of a step goes, and, with ``tensors=True``, of each tensor.
+        """Return numbers by name, for a plot over the steps.
+
+        Names begin with "total", with "buckets", or, with ``tensors=True``, with that of a tensor.
 
         ``total/...`` and those of tensors are the attributes of :class:`Record`, since the
-        beginning or the last ``reset_stats()``.  ``buckets/...`` are bytes and seconds of a step.
+        beginning or the last ``reset_stats()``.  ``buckets/...`` are bytes and seconds per step.
         """
         found: dict[str, float] = {}
         for name, record in [("total", self.total), *(self.layers.items() if tensors else ())]:

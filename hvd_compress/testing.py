@@ -121,15 +121,15 @@ def check_laws(
         dtypes: of gradients, by NumPy's names and "bfloat16" where the framework has it.
         shapes: of gradients.
         steps: exchanges in a row.
-        tolerance: how far ``mean`` may be from the average of what was sent, relative to the
-            tensor's largest average magnitude: the rounding error of the type in which the ranks'
-            sum is sent, 2**-11 for float16 and 2**-8 for bfloat16 at most.  Zero for sums in full
+        tolerance: the largest distance of ``mean`` from the average of what was sent, relative to
+            the tensor's largest average magnitude.  It is the rounding error of the type in which
+            sums are sent: 2**-11 for float16 and 2**-8 for bfloat16 at most.  Zero for sums in full
             precision: the rounding of the gradient's own dtype is always allowed.
         agreement: largest relative difference between a framework and NumPy.
         went_in: ``(gradient, old state, context) -> flat array`` that was sent or remains; needed
             only for a method with a "residual" that is no chain and no plain error feedback.
-        encodes: whether messages of the largest of the ``shapes`` stand alone, so that ``encode``
-            makes one in every step, or refuses in one at least; ``None`` if either is right.
+        encodes: whether ``encode`` makes a message in every step for the largest of the ``shapes``.
+            ``False``: it refuses in one at least; ``None``: either is right.
         namespace: names beyond this package's in which ``repr`` can be evaluated.
         seed: of the gradients, and of the random numbers that ranks share.
         context: further fields of :class:`hvd_compress.Context`: ``momentum=0.9``.

@@ -1,8 +1,8 @@
 """Clocks that find where the time of exchanges goes.
 
 A :class:`Clock` divides the time that passes in a reducer's calls among phases.  One begins
-where another ends, so that nothing is counted twice.  What happens between the calls, while
-backward goes on and messages are on their way, is not counted: it costs the caller no time.
+where another ends, so that nothing is counted twice.  The time between the calls, while backward
+goes on and messages are on their way, is not counted: it costs the caller nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Times:
         add_up: decoding messages and adding them up.
         other: Python for each tensor and bucket; and, where a method has no loops for whole
             buckets, its compression and decompression.
-        hidden: from the first bucket of a step that was sent to the call that waits for all: what
-            goes on meanwhile, such as backward, hides the exchange.  Not a part of ``total``.
+        hidden: from the first bucket of a step that was sent to the call that waits for all.  The
+            work meanwhile, such as backward, hides the exchange.  Not a part of ``total``.
         steps: the number of steps.
     """
 

@@ -15,7 +15,15 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 #: paths that ``make lint`` reads
-CHECKED = ("docs/commands.md", "scripts")
+CHECKED = (
+    "docs/commands.md",
+    *(f"hvd_compress/{name}.py" for name in ("base", "chain", "config", "errors", "stats")),
+    "hvd_compress/methods",
+    "hvd_compress/optimizers",
+    "hvd_compress/schedules.py",
+    "hvd_compress/systems",
+    "scripts",
+)
 #: parts of sentences that break a rule for a good reason
 EXCEPTIONS: dict[str, str] = {}
 #: what a sentence has at most; code in backquotes is one word
@@ -87,7 +95,9 @@ def broken_rules(sentence: str, kind: str, first: bool = True) -> Iterator[str]:
     for rule, pattern in PHRASES.items():
         if re.search(pattern, sentence):
             yield rule
-    if (count := words(sentence)) > WORDS:
+    # A message says what is wrong, why, and what to write, with a colon or semicolon in between.
+    parts = re.split("[:;] ", sentence) if kind == "message" else [sentence]
+    if (count := max(map(words, parts))) > WORDS:
         yield f"{count} words, at most {WORDS}"
     if kind == "property" and first and _NO_NOUN.match(sentence):
         yield "a property is a noun phrase"
@@ -102,6 +112,7 @@ def _shown(sentence: str) -> str:
     return re.sub(r"(`+)(.+?)\1", "code", sentence)
 
 
+_END = re.compile(r"""[.!?][)"'*_]*\s+(?=[\W_]*[A-Z0-9`]|["'(]+\w)""")
 #: an end with a point that is none
 _SHORT = re.compile(r"\b(?:e\.g|i\.e|et al|vs|Fig|Eq|Sec|approx|cf|[A-Z])\.$")
 
@@ -111,7 +122,7 @@ def sentences(text: Text) -> Iterator[tuple[int, str]]:
     start = 0
     # Code is hidden, letter by letter, so that a point in it ends nothing.
     hidden = re.sub(r"(`+)(.+?)\1", lambda m: "`" * len(m[0]), text.text, flags=re.DOTALL)
-    for end in [*re.finditer(r"[.!?][)\"'*_]*\s+(?=[\W_]*[A-Z0-9`])", hidden), None]:
+    for end in [*_END.finditer(hidden), None]:
         stop = end.end() if end else len(hidden)
         if end and _SHORT.search(hidden[start : end.start() + 1]):
             continue

@@ -39,24 +39,24 @@ _LARGE = 65504.0
 
 @dataclasses.dataclass(frozen=True)
 class Auto(Compressor, name="auto"):
-    """Measure in the first steps, then choose "none" or "fp16", or more if ``accuracy`` permits it,
-    by the model of ``hvd-compress advise``.
+    """Choose the method in the first steps of the training: "none" or "fp16" by default::
 
-    The first steps are dense.  Then the ranks time some exchanges of their own, rank 0 measures for
-    some seconds what the candidates cost it, and all use what it chooses; one line of the log says
-    what, and why.  The choice stays for the run, and for those that go on from its checkpoints.
-    Methods that take over the optimizer's momentum, as DGC does, are no candidates: it would have
-    to change hands in the middle of a run.
+        compression="auto:accuracy=measured"
 
-    It is the choice of a :class:`~hvd_compress.reduce.Reducer`: in PyTorch over Horovod, MPI and
-    DistributedDataParallel, and in loops of one's own.
+    The first steps are dense.  Then the ranks time exchanges, and rank 0 measures for some seconds
+    what candidates cost.  The model of ``hvd-compress advise`` chooses; one line of the log says
+    the method and the reason.  The choice stays for the run and for those that go on from its
+    checkpoints.
+
+    Methods that take over the optimizer's momentum, such as DGC, are no candidates.  It works in
+    PyTorch over Horovod, MPI and DistributedDataParallel, and with a
+    :class:`~hvd_compress.reduce.Reducer`.
 
     Options:
-        accuracy: the most that averages may lose.  "exact": rounding to 16 bits, and only while
-            gradients are in the range of these.  "measured": nothing that comparisons with dense
-            training saw, under SGD or AdamW.  "feedback": what is not sent in a step is sent in a
-            later one; a short run without compression says whether your training tolerates it.
-            "lossy": what rounding to few bits loses.
+        accuracy: the most that averages may lose.  "exact": rounding to 16 bits, while gradients
+            fit.  "measured": nothing that comparisons with dense training saw, under SGD or AdamW.
+            "feedback": parts that are sent in later steps; test without compression first whether
+            your training tolerates it.  "lossy": rounding to few bits.
         steps: dense steps that are measured, after two that are not; 1 or more.
 
     >>> Auto().candidates
@@ -169,8 +169,8 @@ class Auto(Compressor, name="auto"):
 
     def _not_itself(self) -> NoReturn:
         raise UnsupportedError(
-            'compression="auto" sends nothing itself: a Reducer puts what it chooses in its place. '
-            "Elsewhere write a method, such as the one that hvd-compress advise names"
+            'compression="auto" sends nothing itself: a Reducer replaces it by the method that it '
+            "chooses. Elsewhere write a method, such as the one that hvd-compress advise names"
         )
 
     def init(self, gradient: Array) -> State:

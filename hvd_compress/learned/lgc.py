@@ -22,13 +22,13 @@ from hvd_compress.transforms import fading_memory
 
 @dataclasses.dataclass(frozen=True)
 class LGC(OfVelocities, name="lgc"):
-    """Send the largest 0.1 %, encoded by an autoencoder that is trained in the first steps::
+    """Send the largest 0.1 % as the latent of an autoencoder that is trained in the first steps::
 
-        u = m u + g;  v = v + u                            as DGC
-        until ``learn``      everything is summed
-        from ``learn`` on    all ranks train on the values that a leader chooses
-        from ``code`` on     these values are sent as a latent of a quarter as many numbers
-        v = keep (v - what was decoded) and u = 0 there
+        compression=hvd.LGC(learn=200, code=500)
+
+    Velocities are accumulated as by :class:`~hvd_compress.DGC`.  Everything is summed until
+    ``learn``. From then on all ranks train on the values that a leader chooses.  From ``code``
+    on they send these values as a latent of a quarter as many numbers.
 
     State: ``velocity``, ``memory``; one tensor has the autoencoder and Adam's moments.
 
@@ -40,7 +40,7 @@ class LGC(OfVelocities, name="lgc"):
         innovation, decoders: with "server", the part of values sent too, and their number.
         autoencoder: "shared", one for all tensors, or "per_tensor".
         rate: of the training by Adam, in (0, 1].
-        keep: how much of what decoding gets wrong is tried again, in [0, 1].
+        keep: the part of decoding errors that is tried again, in [0, 1].
 
     Reference: Abrahamyan, Chen, Bekoulis, Deligiannis, TNNLS 2021.
 

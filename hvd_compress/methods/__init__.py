@@ -1,30 +1,34 @@
-"""Methods as users name them: ``compression=DGC`` or ``"dgc:density=0.01"``; mostly a chain of
-blocks.
+"""Compression methods, for ``compression=`` of an optimizer and as the first argument of a state::
 
-What all methods have in common:
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.DGC(density=0.001))
+    state = hvd.DDPState(hvd.DGC(density=0.001, momentum=0.9), model)
 
-- A gradient is an array of floating-point numbers of any shape, of n elements; with other dtypes
-  exchanges raise ``UnsupportedError``.  Its average has its shape and dtype, and the same bits on
-  all ranks.  If one rank has a NaN or Inf, all get one, and every state stays as it was.
-- Options are checked when a method is made: ``ConfigError`` names the option, what it may be, and
-  what it was.  They are fields of a frozen dataclass, so methods can be compared, printed and
-  stored (``to_config()``, :func:`hvd_compress.from_config`).
+A text, ``compression="dgc:density=0.001"``, and a class, ``compression=hvd.DGC``, do as well.
+
+All methods have this in common:
+
+- A gradient is an array of n floating-point numbers, of any shape; with other dtypes exchanges
+  raise ``UnsupportedError``.  Its average has its shape and dtype, and the same bits on all ranks.
+- If one rank has a NaN or Inf, all ranks get one, and every state stays as it was.
+- Options are checked when a method is made: ``ConfigError`` names the option, its choices and the
+  value.  Methods are frozen dataclasses, so they can be compared, printed and stored
+  (``to_config()``, :func:`hvd_compress.from_config`).
+- ``density`` is the fraction of the elements that is sent, in (0, 1]: k = ceil(density * n), at
+  least one.  A schedule of densities is possible, too.
+- ``momentum`` and ``nesterov`` belong to methods that apply the optimizer's momentum themselves.
+  ``None``, the default, takes the optimizer's; a number is in [0, 1).
 - ``indices`` of elements are "packed" on the wire, about log2(n / k) + 1.5 bits each, or "int32".
-- ``algorithm`` says over MPI how sums are made (:class:`hvd_compress.blocks.allreduce`; ``None``:
-  the engine decides), or how entries are added up (:class:`hvd_compress.blocks.allgather`).
+- ``algorithm`` says how MPI adds up arrays (:class:`hvd_compress.blocks.allreduce`) or entries
+  (:class:`hvd_compress.blocks.allgather`).  ``None`` leaves it to the engine.
 - ``rows`` says how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
   :mod:`hvd_compress.methods.rows`.
-- "State" is what is kept of each tensor from one step to the next, on every rank: arrays with as
-  many elements as the gradient, of 4 bytes (8 for gradients of float64), or as is said.
-- "Sent" is what a rank hands over for a tensor in a step; ``stats()`` counts it in bytes.
-- ``density`` is the fraction of the elements that are sent, in (0, 1]: k = ceil(density * n), at
-  least one; or a schedule of that.
-- ``momentum`` and ``nesterov`` are those of the optimizer, which then applies none itself: a
-  momentum in [0, 1), and whether it is Nesterov's.  ``None``, the default, takes the optimizer's.
+- "State" lists the arrays that each rank keeps per tensor from step to step.  They have as many
+  elements as the gradient, of 4 bytes (8 for float64), unless stated otherwise.
+- "Sent" is what a rank passes to the collectives per tensor and step; ``stats()`` counts its bytes.
 
-In the examples a ``World`` has so many ranks in one process.  Its ``exchange`` takes the gradient
-of each, and returns what each gets: the average, ``mean``, and the ``direction`` of the optimizer's
-step, which is another one where momentum is applied afterwards.
+Examples with a ``World`` run several ranks in one process.  Its ``exchange`` takes the gradient of
+each rank and returns a result for each: ``mean``, the average, and ``direction``, the one to step
+along.  The two differ if momentum is applied after averaging.
 """
 
 from __future__ import annotations

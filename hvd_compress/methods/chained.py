@@ -20,8 +20,8 @@ check_min_size = numbers("a number of elements", lambda n: n >= 0, whole=True)
 
 
 class Chained(Compressor):
-    """A method that is a chain of blocks: ``blocks``, which its options make, or another one for
-    each tensor or step, if it overrides ``chain``."""
+    """A method that is a chain of blocks.  Its options make ``blocks``, or ``chain`` is overridden
+    and chooses a chain for each tensor or step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,9 +83,9 @@ class Chained(Compressor):
 
 
 class OfVelocities(Chained):
-    """The largest elements of the accumulated velocities of matrices are sent; momentum is applied
-    there, in the place of the optimizer's.  One-dimensional and tiny tensors are averaged in full,
-    with momentum afterwards.
+    """The base of methods that send the largest elements of accumulated velocities of matrices.
+    They apply the optimizer's momentum themselves.  One-dimensional and tiny tensors are averaged
+    in full, with momentum afterwards.
 
     Subclasses have the options ``momentum``, ``nesterov``, ``masking`` and ``min_size``.
     """
@@ -112,8 +112,8 @@ class OfVelocities(Chained):
         return error_feedback()
 
     def accumulated(self, masking: bool) -> tuple[Transform, ...]:
-        """``masking=False`` for a step in which everything is sent: to mask everything would turn
-        momentum off."""
+        """Return the transforms of a velocity.  ``masking=False`` is for a step in which everything
+        is sent: to mask everything would turn momentum off."""
         correct = momentum_correction(self.momentum, self.nesterov, masking)
         return (*self._before, correct, self._feedback)
 

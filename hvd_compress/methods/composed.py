@@ -21,7 +21,9 @@ from hvd_compress.transforms import momentum_after_averaging
 
 @dataclasses.dataclass(frozen=True)
 class rule(Configurable, kind="block", name="rule"):
-    """``compressor`` for the tensors that fit.
+    """A method for the tensors that fit, as a part of :func:`partition`::
+
+        compression=hvd.partition(hvd.rule(hvd.DGC(), ndim=2, min_size=10_000), otherwise="fp16")
 
     Options:
         compressor: a method.
@@ -68,8 +70,8 @@ def _check_method(part: Any) -> None:
 class _Composed(Compressor):
     """The base of methods that consist of parts.
 
-    Those that leave momentum to the optimizer get momentum after averaging if others take it over,
-    since an optimizer has it for all tensors or for none.
+    An optimizer has momentum for all tensors or for none.  If one part takes momentum over, the
+    parts that leave it to the optimizer therefore get momentum after averaging.
     """
 
     @property
@@ -129,8 +131,12 @@ def _momentum_after(
 
 @dataclasses.dataclass(frozen=True)
 class MomentumAfter(Chained, name="momentum_after"):
-    """``compressor``, and then momentum on the average: for methods that leave momentum to the
-    optimizer, beside others that take it over.  State: also ``velocity``.
+    """Apply momentum to the average of a method that leaves momentum to the optimizer.  Partitions
+    and switches do so themselves if another of their parts takes momentum over::
+
+        compression=hvd.MomentumAfter(hvd.TopK(density=0.01))
+
+    State: that of the method, and ``velocity``.
 
     Options:
         compressor: a chain, or a method that is made of chains, as most are.
@@ -171,10 +177,13 @@ class MomentumAfter(Chained, name="momentum_after"):
 
 @dataclasses.dataclass(frozen=True)
 class Partition(_Composed, name="partition"):
-    """The first rule that fits a tensor decides on its method; :func:`partition` makes it.
+    """Use different methods for different tensors: the first rule that fits decides.
+    :func:`partition` makes it::
+
+        compression=hvd.partition(("*.bias", "none"), otherwise="topk:density=0.01")
 
     Options:
-        rules: of class :class:`rule`, the first ones first.
+        rules: instances of :class:`rule`, in the order in which they are tried.
         otherwise: the method of tensors that no rule fits.
 
     Raises:
@@ -218,10 +227,12 @@ class Partition(_Composed, name="partition"):
 
 @dataclasses.dataclass(frozen=True)
 class Switch(_Composed, name="switch"):
-    """``first`` until ``start``, and ``then`` from there on; :func:`switch` makes it.
+    """Use one method in the first steps and another one from then on.  :func:`switch` makes it::
 
-    State: that of both, which they share where keys are equal; a residual stays as it is while the
-    other method is in use and has none.
+        compression=hvd.switch("none", hvd.DGC(density=0.01), start=500)
+
+    State: that of both methods, which share arrays of the same key.  A residual stays as it is
+    while the method in use has none.
 
     Options:
         first, then: methods.
@@ -257,7 +268,7 @@ class Switch(_Composed, name="switch"):
         if clash := sorted(differ & then.keys()):
             raise ConfigError(
                 f"{clash[0]!r} differs between ranks under {self.first.name}, and must be equal on "
-                f"all under {self.then.name}: switch the other way round, or let a density of "
+                f"all under {self.then.name}. Switch the other way round, or let a density of "
                 "DGC rise to 1 instead"
             )
         return {**first, **then}
@@ -293,16 +304,17 @@ class Switch(_Composed, name="switch"):
 
 
 def partition(*rules: Any, otherwise: Any = "none") -> Partition:
-    """Return a :class:`Partition`::
+    """Return a method that treats tensors by their names and shapes::
 
-        partition(
+        compression=hvd.partition(
             ("*.bias", "none"),
-            rule(PowerSGD(rank=4), ndim=2, min_size=10_000),
-            otherwise=DGC(),
+            hvd.rule(hvd.PowerSGD(rank=4), ndim=2, min_size=10_000),
+            otherwise=hvd.TopK(density=0.01),
         )
 
     Args:
-        rules: :class:`rule`, or pairs of a shell pattern of names and a method.
+        rules: :class:`rule`, or pairs of a shell pattern of names and a method; the first that fits
+            decides.
         otherwise: the method for tensors that no rule fits.  Methods may be texts.
     """
     found = [
@@ -313,7 +325,7 @@ def partition(*rules: Any, otherwise: Any = "none") -> Partition:
 
 
 def switch(first: Any, then: Any, start: Start) -> Switch:
-    """Return a :class:`Switch`, for instance ``switch("none", DGC, 500)``.
+    """Return a method that changes once, such as a dense start: ``switch("none", DGC, start=500)``.
 
     Args:
         first, then: methods, their classes, or texts.

@@ -1,4 +1,4 @@
-"""Everything is sent: as it is, or in half precision."""
+"""Methods that send every element: as it is, or in half precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from hvd_compress.methods.rows import checked_rows
 
 @dataclasses.dataclass(frozen=True)
 class NoCompression(Chained, name="none"):
-    """The average as it is: 32 bits an element, 16 of half-precision gradients.  No state.
+    """Send gradients uncompressed: 32 bits per element, 16 for half-precision gradients.  No
+    state::
+
+        compression=hvd.NoCompression()
 
     Options:
         algorithm, rows: as in all methods.
@@ -34,16 +37,19 @@ class NoCompression(Chained, name="none"):
 
 @dataclasses.dataclass(frozen=True)
 class FP16(Chained, name="fp16"):
-    """IEEE half precision: 16 bits an element, of sparse gradients too; no state.
+    """Send gradients in IEEE half precision: 16 bits per element, in sparse gradients too.  No
+    state::
 
-    Values beyond 65504 become Inf on every rank, below 6e-8 zero: use loss scaling.
+        compression=hvd.FP16()
+
+    Values beyond 65504 become Inf on every rank, values below 6e-8 zero: use loss scaling.
 
     Options:
         algorithm, rows: as in all methods.
 
     Reference: IEEE 754.
 
-    Too large and too small values:
+    Values that are too large and too small:
 
     >>> gradient = np.array([1.001, 1e5, 1e-8], np.float32)
     >>> World(FP16(), size=2).exchange([gradient, gradient])[0].mean
@@ -62,8 +68,11 @@ class FP16(Chained, name="fp16"):
 
 @dataclasses.dataclass(frozen=True)
 class BF16(Chained, name="bf16"):
-    """bfloat16: 16 bits an element, of sparse gradients too; the range of float32, 8 bits of
-    significand.  No state.
+    """Send gradients in bfloat16: 16 bits per element, in sparse gradients too.  No state::
+
+        compression=hvd.BF16()
+
+    It has the range of float32, and 8 bits of significand.
 
     Options:
         algorithm, rows: as in all methods.

@@ -22,26 +22,28 @@ from hvd_compress.transforms import clip_by_local_norm, error_feedback, momentum
 
 @dataclasses.dataclass(frozen=True)
 class DGC(OfVelocities, name="dgc"):
-    """Send the largest 0.1 % of the accumulated velocity, keep the rest for later::
+    """Send the largest 0.1 % of momentum, keep the rest for later (Lin et al., arXiv 1712.01887)::
+
+        compression=hvd.DGC(density=hvd.warmup_to(0.001, epochs=4), clip_norm=0.25)
+
+    Each rank computes from its gradient g::
 
         u = m u + g                    momentum correction     (Nesterov: u = m (u + g))
         v = v + u                      accumulation            (Nesterov: v = v + u + g)
         send the top k of |v|;  v = 0 and u = 0 where sent     (momentum factor masking)
 
-    One-dimensional and tiny tensors are averaged whole, with momentum afterwards.
-
-    State: ``velocity`` u and ``residual`` v; tensors sent whole have ``velocity`` only.
+    State: ``velocity`` u, ``residual`` v.  One-dimensional tensors keep u and are averaged whole.
 
     Options:
         density, momentum, nesterov, indices, algorithm, rows: as in all methods.
         masking: momentum factor masking.
         clip_norm: positive, the L2 norm at which the common gradient is clipped, or ``None``.
         weight_decay: "separate", with a buffer of its own, or "gradient", a part of the gradient.
-        values: "float32", "float16" or "4bit" on the wire; what is rounded off stays in v.
-        min_size: tensors with fewer elements are sent whole.
-        small: how: "float32", "float16", "int8", or "sparse": not whole, but like all others.
+        values: "float32", "float16" or "4bit" on the wire; v keeps the rounding errors.
+        min_size: tensors with fewer elements are averaged whole, too.
+        small: their form: "float32", "float16", "int8", or "sparse" like all others.
 
-    Reference: Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887.
+
 
     >>> world = World(DGC(density=0.25, momentum=0.9, min_size=1), size=2)
     >>> world.exchange([np.array([[4.0, 1.0, 0.0, 2.0]]), np.array([[1.0, 0.0, 6.0, 3.0]])])[0].mean
@@ -78,8 +80,9 @@ class DGC(OfVelocities, name="dgc"):
 
     @classmethod
     def compact(cls, **options: Any) -> DGC:
-        """Return the DGC of fewest bytes, "dgc:compact": packed indices, values of 4 bits, and the
-        largest elements of small tensors too; about 16 bits for each element that is sent."""
+        """Return the DGC that sends the fewest bytes, "dgc:compact".  It packs indices, rounds
+        values to 4 bits, and sends only the largest elements of small tensors.  About 16 bits per
+        element sent."""
         return cls(**{**cls.presets["compact"], **options})
 
     def compresses(self, shape: tuple[int, ...]) -> bool:

@@ -17,25 +17,26 @@ from hvd_compress.transforms import ef21, smoothing
 
 @dataclasses.dataclass(frozen=True)
 class EF21(Chained, name="ef21"):
-    """Send the largest changes of the gradient, add them to an estimate that all ranks share::
+    """Send the largest changes of the gradient, and step along an estimate that all ranks share::
 
-        send c = C(g - h);   h = h + c                      on each rank, for C = top-k
+        compression=hvd.EF21(density=0.02)
+
+    Each rank computes from its gradient g, with C = top-k::
+
+        send c = C(g - h);   h = h + c
         G = G + sum of what all ranks sent / N;  w = w - lr G
 
-    The optimizer's momentum and weight decay act on G.
-
-    State: ``estimate`` h, and ``mean_estimate`` G, equal on all ranks.
+    State: ``estimate`` h, and ``mean_estimate`` G, equal on all ranks.  The optimizer's momentum
+    and weight decay act on G.
 
     Options:
         density, indices: as in all methods.
         values: "float32", "float16", or a codec such as ``natural()``.
-        start: so many steps send everything; ``True``: none, and h starts from zero.
-        average: weight of the past, in [0, 1), in a moving average that takes the place of g.
-            It takes off the noise of minibatches: EF21-SGDM (Fatkhullin, Tyurin, Richtarik, 2023).
+        start: the number of first steps that send everything; ``True``: none, with h = 0.
+        average: weight of the past, in [0, 1), in a moving average that replaces g.  It reduces the
+            noise of minibatches: EF21-SGDM (Fatkhullin, Tyurin, Richtarik, 2023).
 
     Reference: Richtarik, Sokolov, Fatkhullin, NeurIPS 2021, arXiv 2106.05203.
-
-    What was not sent follows in the next step, though the gradient is the same:
 
     >>> world, gradient = World(EF21(density=0.5), size=1), np.array([4.0, 1.0, 0.0, 2.0])
     >>> [world.exchange([gradient])[0].direction.tolist() for step in range(2)]

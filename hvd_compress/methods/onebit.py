@@ -52,10 +52,11 @@ def as_freeze_step(value: Any) -> bool | After:
 
 @dataclasses.dataclass(frozen=True)
 class OneBitAdamCompression(Chained, name="onebit_adam"):
-    """Average gradients first, and Adam's momentum in one bit an element later.
+    """Average gradients first, and send Adam's momentum in one bit per element later::
 
-    Half of 1-bit Adam: the other half is the optimizer, ``OneBitAdam`` or ``OneBitLAMB``, whose
-    ``compressor()`` makes this with the options that fit.  After ``freeze_step`` exchanges::
+        compression=adam.compressor()
+
+    ``OneBitAdam`` or ``OneBitLAMB`` makes this with its own options.  After freeze_step exchanges::
 
         x_i = beta1 u + (1 - beta1) g_i + residual_i     on each rank
         sent_i = scale_i * sign(x_i);  residual_i = x_i - sent_i
@@ -65,13 +66,12 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
 
     Options:
         beta1: the optimizer's.
-        freeze_step: a number of exchanges, 1 or more, or ``After("epoch", ...)``.
+        freeze_step: a number of exchanges, 1 or more, or ``After("epoch", ...)``.  The paper takes
+            15 to 20 % of the training, so the default suits long ones.
         norm: scale of the signs: "l1", mean |x|, or "l2", the norm over sqrt(d).
         min_size: tensors with fewer elements are summed whole; their momentum is exact.
 
     Reference: Tang et al., ICML 2021, arXiv 2102.02888.
-
-    The gradient, and in the next step the momentum in one bit:
 
     >>> world = World(OneBitAdamCompression(beta1=0.5, freeze_step=1, min_size=1), size=1)
     >>> [world.exchange([np.array([4.0, -2.0])])[0].direction.tolist() for step in range(2)]
@@ -119,20 +119,21 @@ _check_steps = numbers(
 
 @dataclasses.dataclass(frozen=True)
 class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
-    """Gradients in full where Adam's variance learns from them, in one bit elsewhere, and later
-    none at all for most steps.
+    """Send gradients in full while Adam's variance learns, in one bit in between, and few later::
 
-    Half of 0/1 Adam: the optimizer's ``compressor()`` makes this with the options that fit.  Until
-    ``var_freeze_step`` gradients are summed in steps of the variance, and sent in one bit in the
-    others, with error feedback.  Then the optimizer synchronizes what the parameters moved by.
+        compression=adam.compressor()
+
+    ``ZeroOneAdam`` makes this with its own options.  Until ``var_freeze_step`` gradients are summed
+    in steps of the variance.  The other steps send one bit per element, with error feedback.  Then
+    the optimizer synchronizes parameters from time to time.
 
     State: ``residual`` and ``owner_residual``, which do not change while gradients are summed.
 
     Options:
         var_freeze_step: the last step of the variance, from 1.
-        var_update_scaler: after so many steps of the variance their interval doubles.
-        local_step_scaler, local_step_clipper: after so many steps the interval of
-            synchronizations doubles, up to the second number.
+        var_update_scaler: number of the variance's steps after which their interval doubles.
+        local_step_scaler, local_step_clipper: number of steps after which the interval of
+            synchronizations doubles, and its largest value.
         norm: "l1" or "l2": see :class:`OneBitAdamCompression`.
         min_size: tensors with fewer elements are summed whole, whenever they are sent.
 
@@ -184,7 +185,7 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
 
     @property
     def for_parameters(self) -> Compressor:
-        """The method for what the parameters moved by in local steps: one bit an element."""
+        """The method for the change of parameters in local steps: one bit per element."""
         return Partition((rule(self._one_bit, min_size=self.min_size),), NoCompression())
 
     def chain(self, gradient: Array, context: Context) -> Chain:

@@ -18,7 +18,9 @@ from hvd_compress.transforms import error_feedback
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(Chained, name="powersgd"):
-    """Send two thin factors of every matrix, in two sums over the ranks.
+    """Send two thin factors of every matrix, in two sums over the ranks::
+
+        compression=hvd.PowerSGD(rank=4, start=1000)
 
     A tensor is a matrix of its first dimension by all others.  Vectors, and matrices that would
     hardly shrink, are averaged as they are.  Traffic does not grow with the number of ranks.
@@ -29,15 +31,14 @@ class PowerSGD(Chained, name="powersgd"):
         rank: of the factors, 1 or more: up to 4 for image models, up to 32 for language models.
         error_feedback, warm_start: without one of them much accuracy is lost; for studies.
         min_compression_rate: matrices that would shrink by less are sent whole; 1 or more.
-        start: so many steps send everything; PyTorch's hook advises a tenth of the training.
-        alternate: one factor a step, the other one at the next, as Q = M^T P at even steps.
-        orthogonalise: "gram_schmidt", a row after the other and each twice, or "qr".
+        start: the number of first steps that send everything; ``True``: none.  PyTorch's hook
+            advises a tenth of the training.
+        alternate: one factor per step, in turn: Q = M^T P in even steps.
+        orthogonalise: "gram_schmidt", row by row and each row twice, or "qr".
 
     Reference: Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727.
 
-    A matrix of rank 1 arrives as it is, in 14 numbers instead of 48:
-
-    >>> gradient = np.outer(np.arange(1.0, 9.0), np.arange(1.0, 7.0))
+    >>> gradient = np.outer(np.arange(1.0, 9.0), np.arange(1.0, 7.0))  # 48 numbers, sent as 14
     >>> world = World(PowerSGD(rank=1), size=2)
     >>> np.allclose(world.exchange([gradient, gradient])[0].mean, gradient)
     True

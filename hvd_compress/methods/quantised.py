@@ -14,13 +14,15 @@ from hvd_compress.transforms import error_feedback
 
 @dataclasses.dataclass(frozen=True)
 class QSGD(Chained, name="qsgd"):
-    """Round to ``levels`` uniform levels of each sign, at random, so that the mean is unbiased.
+    """Round each element to one of ``2 levels + 1`` evenly spaced levels, at random and unbiased::
 
-    Sent: log2(2 levels + 1) bits an element and a norm a bucket.  No state.
+        compression=hvd.QSGD(levels=7)
+
+    Sent: log2(2 levels + 1) bits per element and a norm per bucket.  No state.
 
     Options:
-        levels: of each sign, 1 or more; 2 levels + 1 values in all.
-        bucket: so many elements have a norm in common; ``None`` for all of a tensor.
+        levels: of each sign, 1 or more.
+        bucket: number of elements that share a norm; ``None`` for all of a tensor.
         norm: "max", the largest magnitude, which has less variance, or "l2".
 
     Reference: Alistarh, Grubic, Li, Tomioka, Vojnovic, NeurIPS 2017.
@@ -43,9 +45,11 @@ class QSGD(Chained, name="qsgd"):
 
 @dataclasses.dataclass(frozen=True)
 class TernGrad(Chained, name="terngrad"):
-    """Send -m, 0 or m for every element, at random; m is the largest magnitude of the tensor.
+    """Send -m, 0 or m for every element, at random; m is the largest magnitude of the tensor::
 
-    Sent: 1.6 bits an element and m.  No state.
+        compression=hvd.TernGrad(clip=2.5)
+
+    Sent: 1.6 bits per element and m.  No state.
 
     Options:
         clip: in standard deviations of the tensor, as the paper's 2.5, or ``None``.  Clipping keeps
@@ -69,11 +73,15 @@ class TernGrad(Chained, name="terngrad"):
 
 @dataclasses.dataclass(frozen=True)
 class NaturalCompression(Chained, name="natural"):
-    """Round magnitudes to powers of two, at random: 9 bits an element, variance 1/8 |x|^2 at most.
+    """Round magnitudes to powers of two, at random and unbiased::
 
-    No state.  Reference: Horvath, Ho, Horvath, Sahu, Canini, Richtarik, MSML 2022.
+        compression=hvd.NaturalCompression()
 
-    Powers of two stay as they are; of 3 the expectation is 3:
+    Sent: 9 bits per element.  The variance is at most 1/8 |x|^2.  No state.
+
+    Reference: Horvath, Ho, Horvath, Sahu, Canini, Richtarik, MSML 2022.
+
+    Powers of two stay as they are; 3 becomes 2 or 4, with the expectation 3:
 
     >>> world = World(NaturalCompression(), size=1)
     >>> [world.exchange([np.array([4.0, -0.5, 3.0])])[0].mean.tolist() for step in range(2)]
@@ -89,9 +97,11 @@ class NaturalCompression(Chained, name="natural"):
 
 @dataclasses.dataclass(frozen=True)
 class NaturalDithering(Chained, name="natural_dithering"):
-    """Round to ``levels`` powers of two below the norm of a bucket, at random.
+    """Round to ``levels`` powers of two below the norm of a bucket, at random and unbiased::
 
-    Sent as by :class:`QSGD`, whose options these are.
+        compression=hvd.NaturalDithering(levels=7)
+
+    Sent as by :class:`QSGD`, with the same options.  No state.
 
     Options:
         levels, bucket, norm: "l2", or "max".
@@ -116,13 +126,17 @@ class NaturalDithering(Chained, name="natural_dithering"):
 
 @dataclasses.dataclass(frozen=True)
 class FP8(Chained, name="fp8"):
-    """Eight-bit floats and a scale a bucket, which puts the largest element at their largest.
+    """Send 8-bit floats and a scale per bucket, and keep the rounding errors for later::
 
-    Sent and received as by :class:`LinearQuantization`, with its state.
+        compression=hvd.FP8()
+
+    The scale maps the largest magnitude of a bucket to the largest 8-bit float.  Sent, received and
+    kept as by :class:`LinearQuantization`.
 
     Options:
         format: "e4m3" has three bits of significand, "e5m2" two and a larger range.
-        bucket: elements that share a scale; ``None``: a tensor, or a rank's shard of it.
+        bucket: number of elements that share a scale; ``None``: all of a tensor, or of a rank's
+            shard.
 
     Reference: Micikevicius et al., arXiv 2209.05433.
 
@@ -143,16 +157,20 @@ class FP8(Chained, name="fp8"):
 
 @dataclasses.dataclass(frozen=True)
 class LinearQuantization(Chained, name="linear"):
-    """Round to the nearest of 2^bits - 1 even levels, between minus and plus the largest magnitude
-    of a column: int8 quantisation.
+    """Round to evenly spaced levels, int8 by default, and keep the rounding errors for later::
 
-    Sent: ``bits`` bits an element, and the sums of a shard to all; received: twice as much.  Each
+        compression=hvd.LinearQuantization(bits=8)
+
+    There are 2^bits - 1 levels, between minus and plus the largest magnitude of a column.  Each
     rank adds up one shard in full precision, so sums are rounded once and not at every hop.
-    State: ``residual`` and ``owner_residual``, which keep what rounding leaves out.
+
+    Sent: ``bits`` bits per element, and the sums of a shard to all; received: twice as much.
+    State: ``residual`` and ``owner_residual``.
 
     Options:
         bits: 2 to 8.
-        column: elements that share a scale; ``None``: a tensor, or a rank's shard of it.
+        column: number of elements that share a scale; ``None``: all of a tensor, or of a rank's
+            shard.
 
     Reference: Dettmers, ICLR 2016.
 

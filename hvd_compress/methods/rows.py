@@ -1,23 +1,25 @@
-"""The rows of sparse gradients, those of embeddings: what the option ``rows`` of a method says.
+"""The option ``rows`` of a method: how rows of sparse gradients, those of embeddings, are sent.
 
 Such a gradient has values for the rows that were touched in a step, and none for all others:
 
 * ``"whole"``: everything, without loss.
-* ``"float16"``, ``"bfloat16"``: values in 16 bits; what is rounded off is lost.
-* ``"int8"``, ``"float8"``: 8 bits a value and a scale a row, by the codecs ``linear`` (255 levels)
-  and ``float8`` (E4M3), with error feedback.
-* ``"top:0.1"``: of the touched rows the k = ceil(0.1 * rows) with the largest L2 norm, with error
-  feedback; at least one if there are any.
-* ``"top:0.1:int8"``: both; or with another of the names above behind the number.
+* ``"float16"``, ``"bfloat16"``: values in 16 bits; rounding errors are lost.
+* ``"int8"``, ``"float8"``: 8 bits per value and a scale per row, by the codecs ``linear`` (255
+  levels) and ``float8`` (E4M3), with error feedback.
+* ``"top:0.1"``: among the touched rows the k = ceil(0.1 * rows) with the largest L2 norm, with
+  error feedback; at least one if there are any.
+* ``"top:0.1:int8"``: both; the last part may be any of the names above.
 
-Error feedback here is row by row: a touched row is its gradient plus its residual, and what is not
-sent of it is its new residual.  Rows that are not touched wait, and do not compete for a place: the
-work of a step is proportional to the rows that it touches, and not to those of the matrix.
+Error feedback is row by row: a touched row is its gradient plus its residual.  The part that is not
+sent becomes its new residual.  Rows that are not touched wait, and do not compete for a
+place.  The work of a step is proportional to the touched rows, not to the matrix.
 
 State: ``residual``, dense, as large as the matrix, in the dtype in which gradients are accumulated.
 
 References: Aji and Heafield, EMNLP 2017, for top-k; Seide et al., Interspeech 2014, for error
-feedback.  Differs from these in: whole rows are chosen, by their norms.
+feedback.
+
+Difference from these: whole rows are chosen, by their norms.
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ class Rows:
     def select(self, x: np.ndarray) -> list[np.ndarray]:
         """Return the ascending places (int64) of the rows of ``x`` that are sent.
 
-        Of rows with equal norms the first are taken, and rows that are not finite before all
-        others, so that all ranks get to see them.
+        Among rows with equal norms the first are taken.  Rows that are not finite come before all
+        others, so that all ranks see them.
         """
         wide = x.astype(np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -240,8 +242,8 @@ def exchange_rows(
         n: rows of the whole matrix.
         merge: adds up rows of several ranks.
 
-    With a NaN or Inf on one rank, or where the average overflows, ``values`` are not finite on all
-    ranks, and residuals stay as they were.
+    After a NaN or Inf on one rank, or an overflow of the average, ``values`` are not finite on all
+    ranks.  Residuals then stay as they were.
 
     Raises:
         PayloadError: a message is damaged, or belongs to another matrix or to other options.

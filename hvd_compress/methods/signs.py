@@ -19,11 +19,13 @@ from hvd_compress.transforms import error_feedback, majority_vote, moving_averag
 
 @dataclasses.dataclass(frozen=True)
 class SignSGD(Chained, name="signsgd"):
-    """Send the sign of each element; step along what the majority says, +1, -1, or 0 for a tie.
+    """Send the sign of each element, and step along the majority: +1, -1, or 0 for a tie::
 
-    Sent: one bit an element.  No state.  Steps do not shrink with the gradient: the learning rate
-    must, and be some hundred times smaller, which :class:`~hvd_compress.NeedsTuning` warns of.
-    Ranks whose gradient is zero vote at random.
+        compression=hvd.SignSGD()
+
+    Sent: one bit per element.  No state.  Steps do not shrink with the gradient, so the learning
+    rate must, and has to be some hundred times smaller.  :class:`~hvd_compress.NeedsTuning` warns
+    of this.  Ranks whose gradient is zero vote at random.
 
     Reference: Bernstein, Wang, Azizzadenesheli, Anandkumar, ICML 2018.
 
@@ -46,9 +48,12 @@ class SignSGD(Chained, name="signsgd"):
 
 @dataclasses.dataclass(frozen=True)
 class Signum(Chained, name="signum"):
-    """Send the signs of a moving average of each rank's gradients; step as :class:`SignSGD` does.
+    """Send the signs of each rank's momentum, and step along the majority as :class:`SignSGD`
+    does::
 
-    State: ``velocity``, the average ``m = beta m + (1 - beta) g``, in the place of the optimizer's
+        compression=hvd.Signum(momentum=0.9)
+
+    State: ``velocity``, the average ``m = beta m + (1 - beta) g``, instead of the optimizer's
     momentum.  Weight decay acts as it is, ``w = w - lr (vote + wd w)``.
 
     Options:
@@ -79,10 +84,10 @@ class Signum(Chained, name="signum"):
 
 def _warn(method: str, rate: float) -> None:
     warnings.warn(
-        f"{method} moves every weight by the whole learning rate in every step, so that must be "
-        f"some hundred times smaller than SGD's: lr={rate} where SGD has 0.05, falling towards the "
-        "end. Where it is, warnings.simplefilter('ignore', hvd_compress.NeedsTuning); efsignsgd "
-        "trains with SGD's own",
+        f"{method} moves every weight by the whole learning rate in every step. Use one some "
+        f"hundred times smaller than SGD's: lr={rate} instead of 0.05, falling towards the end. "
+        "Then silence this by warnings.simplefilter('ignore', hvd_compress.NeedsTuning). "
+        "efsignsgd trains with SGD's own learning rate",
         NeedsTuning,
         stacklevel=4,
     )
@@ -90,9 +95,11 @@ def _warn(method: str, rate: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class EFSignSGD(Chained, name="efsignsgd"):
-    """Send signs times the mean magnitude of the tensor, and keep what that leaves out.
+    """Send signs times the mean magnitude of the tensor, and keep the errors for later::
 
-    Sent: one bit an element and one number.  State: ``residual``, and ``owner_residual`` with
+        compression=hvd.EFSignSGD()
+
+    Sent: one bit per element and one number.  State: ``residual``, and ``owner_residual`` with
     "alltoall".
 
     Options:
@@ -119,16 +126,21 @@ class EFSignSGD(Chained, name="efsignsgd"):
 
 @dataclasses.dataclass(frozen=True)
 class OneBit(Chained, name="onebit"):
-    """Send one bit an element and two means a column, and keep what that leaves out.
+    """Send one bit per element and two means per column, and keep the errors for later (1-bit
+    SGD)::
+
+        compression=hvd.OneBit(start=500)
 
     State: ``residual``, and ``owner_residual`` with "alltoall".
 
     Options:
-        column: elements that share two means, a run of the flat tensor; ``None`` takes a row of a
-            PyTorch matrix; see :class:`hvd_compress.blocks.column_means`.
+        column: number of elements that share two means, a run of the flat tensor; ``None`` takes a
+            row of a PyTorch matrix; see :class:`hvd_compress.blocks.column_means`.
         via: "alltoall", as in the paper: each rank adds up one shard of every tensor, and quantises
-            the sum once more.  "allgather": every rank receives one bit an element from each other.
-        start: so many steps send everything, since the first gradients of a training suffer most.
+            the sum again.  "allgather": every rank receives one bit per element from each other
+            rank.
+        start: the number of first steps that send everything, since early gradients suffer most;
+            ``True``: none.
 
     Reference: Seide, Fu, Droppo, Li, Yu, Interspeech 2014.
 

@@ -17,19 +17,21 @@ from hvd_compress.transforms import error_feedback
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Chained, name="topk"):
-    """Send the k = ceil(density * n) elements of largest magnitude, keep the rest for later.
+    """Send the elements of largest magnitude, and keep the rest for later::
 
-    State: ``residual``.  The optimizer's momentum is applied to the average, so it comes late for
+        compression=hvd.TopK(density=0.01)
+
+    State: ``residual``.  The optimizer applies momentum to the average, so momentum comes late for
     elements in the residual; :class:`DGC` corrects that.
 
     Options:
         density, indices, algorithm, rows: as in all methods.
         values: "float32", "float16" or "4bit" on the wire.
-        error_feedback: without it, what is not sent is lost; for studies only.
+        error_feedback: without it, elements that are not sent are lost; for studies only.
 
     Reference: Aji and Heafield, EMNLP 2017; Stich et al., NeurIPS 2018.
 
-    Each rank keeps what it has not sent:
+    Each rank keeps the elements that it has not sent:
 
     >>> world = World(TopK(density=0.25), size=2)
     >>> rank_0, rank_1 = np.array([4.0, 1.0, 0.0, 2.0]), np.array([1.0, 0.0, 6.0, 3.0])
@@ -56,19 +58,22 @@ class TopK(Chained, name="topk"):
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Chained, name="threshold"):
-    """Send what has grown beyond ``tau``, keep the rest for later: none of a tensor, or all of it.
+    """Send the elements that have grown beyond ``tau``, and keep the rest for later::
 
-    State: ``residual``.  Sent: an index and the value, or one bit.
+        compression=hvd.Threshold(tau=0.01)
+
+    A step may send none of a tensor, or all of it.  Sent: an index and the value, or one bit.
+    State: ``residual``.
 
     Options:
-        tau: in units of the gradient; what suits differs from model to model.
-        send: "value", what was picked as it is, or "sign", the paper's: ``tau sign(x)``.  Then
-            residuals grow without end where gradients stay larger than ``tau``.
+        tau: in units of the gradient; the best value differs from model to model.
+        send: "value", the element as it is, or "sign", the paper's: ``tau sign(x)``.  Residuals
+            then grow without end where gradients stay larger than ``tau``.
         indices: as in all methods.
 
     Reference: Strom, Interspeech 2015.
 
-    What is below ``tau`` adds up until it is above:
+    Elements below ``tau`` add up until they are above:
 
     >>> world, gradient = World(Threshold(tau=1.0), size=1), np.array([4.0, 0.75, 0.125])
     >>> [world.exchange([gradient])[0].mean.tolist() for step in range(2)]
@@ -90,7 +95,9 @@ class Threshold(Chained, name="threshold"):
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(Chained, name="randomk"):
-    """Send k = ceil(density * n) elements that are drawn at random, and no indices.
+    """Send elements that are drawn at random, and no indices::
+
+        compression=hvd.RandomK(density=0.25)
 
     State: ``residual`` with error feedback, which sends the elements unscaled.  Without it they are
     scaled by n/k, so that the average is unbiased, and there is no state.
@@ -105,7 +112,7 @@ class RandomK(Chained, name="randomk"):
 
     Reference: Wangni et al.; Stich et al., both NeurIPS 2018.
 
-    Half of the elements, twice as large, which are others in each step:
+    Half of the elements, twice as large, and others in each step:
 
     >>> world = World(RandomK(density=0.5, error_feedback=False), size=2)
     >>> gradients = [np.ones(4), 3 * np.ones(4)]
@@ -130,11 +137,13 @@ class RandomK(Chained, name="randomk"):
 
 @dataclasses.dataclass(frozen=True)
 class ScaleCom(Chained, name="scalecom"):
-    """Send the elements that are largest on one rank, from all ranks; ranks take turns.
+    """Send the elements that are largest on one rank, from all ranks; ranks take turns::
 
-    One rank chooses for all, the values are summed, and traffic does not grow with the ranks.
+        compression=hvd.ScaleCom(density=0.01)
 
-    State: ``residual``.  Sent: k values, and k packed indices at every N-th step.
+    One rank chooses for all and the values are summed, so traffic does not grow with the ranks.
+
+    State: ``residual``.  Sent: k values, and k packed indices in every N-th step.
 
     Options:
         density: as in all methods.
@@ -160,15 +169,19 @@ class ScaleCom(Chained, name="scalecom"):
 
 @dataclasses.dataclass(frozen=True)
 class OkTopk(Chained, name="oktopk"):
-    """Send the k = ceil(density * n) largest elements to the owners of their regions, and step
-    along about k of the largest sums; all else stays in the residual of its rank.
+    """Send the largest elements to the owners of their regions, and step along the largest sums::
+
+        compression=hvd.OkTopk(density=0.01)
+
+    The step has about k = ceil(density * n) elements.  All others stay in the residuals, so traffic
+    does not grow with the ranks.
 
     State: ``residual``; ``global_threshold``, one number.
 
     Options:
         density, indices: as in all methods.
         threshold_every: steps from one exact threshold of the sums to the next.
-        values: on the wire, "float32" or "float16"; what rounding takes off stays in residuals.
+        values: on the wire, "float32" or "float16"; residuals keep the rounding errors.
 
     Reference: Li, Hoefler, PPoPP 2022.
 

@@ -33,10 +33,10 @@ class Now:
         step: its number, from 1.
         variance_step: updates of the variance, that of this step included; 1 if there were none.
         frozen: the variance stays as it is.
-        is_momentum: what comes in the place of a gradient is the new momentum.
+        is_momentum: the exchange returned the new momentum instead of a gradient.
         is_local: ranks step on their own.
 
-    In the second step what comes is the momentum itself, and the variance stays as it is:
+    In the second step the exchange returns momentum, and the variance stays as it is:
 
     >>> w, g = np.array([1.0]), np.array([2.0])
     >>> _, state = OneBitAdam().step(w, g, {}, Now(step=1))
@@ -57,10 +57,10 @@ class Slot(NamedTuple):
 
     Attributes:
         name: its key.
-        kind: "array", as large as the parameter; "scalar", what a norm is; "number", of Python.
-            In a graph the last two are the same.
-        since: the name of a flag of :class:`Now` that is true when it is first needed; in a graph
-            it is there from the beginning, since it is not known when that will be.
+        kind: "array", as large as the parameter; "scalar", what a norm is; "number", of Python.  In
+            a graph the last two are the same.
+        since: the flag of :class:`Now` from which on it is needed.  A graph has it from the
+            beginning, since it does not know when that will be.
         start: a number, or the entry that it begins as a copy of; in a graph the formula keeps it
             at that.
 
@@ -148,9 +148,9 @@ class Formula(abc.ABC):
         Args:
             w: weights of one tensor, such as a layer's; like those of the state, PyTorch's may be
                 written to.
-            g: the gradient, or what the compression returns in its place; it stays as it is.
-            state: what the last step returned, and empty before the first one.
-            now: what is to be known of the step.
+            g: the gradient, or the momentum that the compression returns; it stays as it is.
+            state: the state that the last step returned, and empty before the first one.
+            now: the circumstances of the step.
         """
         missing = [slot for slot in self.slots if slot.name not in state]
         if missing:

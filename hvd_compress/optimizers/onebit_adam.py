@@ -14,14 +14,15 @@ from hvd_compress.optimizers.base import Now, State
 
 @dataclasses.dataclass(frozen=True)
 class OneBitAdam(FrozenAdam):
-    """Adam whose variance is frozen after ``freeze_step`` steps, so that momentum can be sent in
-    one bit an element::
+    """Adam whose momentum is sent in one bit per element after ``freeze_step`` steps::
 
-        m = beta1 m + (1 - beta1) g
-        v = beta2 v + (1 - beta2) g^2                       until freeze_step, not later
+        adam = hvd.OneBitAdam(model.parameters(), lr=1e-3, freeze_step=20_000)
+        optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
+
+    After ``freeze_step`` the exchange returns the new m, and v is frozen::
+
+        m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
         w = w - lr (m^ / (sqrt(v^) + eps) + weight_decay w)
-
-    After ``freeze_step`` the exchange returns the new m in the place of g.
 
     State of a parameter: ``exp_avg`` m, ``exp_avg_sq`` v, ``step`` and ``variance_step``, the
     number of updates of each; all equal on all ranks.
@@ -31,7 +32,7 @@ class OneBitAdam(FrozenAdam):
         betas: beta1 and beta2, of the moving averages m and v; in [0, 1).
         eps: added to the root of the corrected variance.
         weight_decay: decoupled from the gradient, as in AdamW.
-        freeze_step: a number of steps, 1 or more.
+        freeze_step: a number of steps, 1 or more; by the paper 15 to 20 % of the training.
         bias_correction: m^ and v^ are corrected for their start from zero, as in AdamW.
 
     Reference: Tang et al., ICML 2021, arXiv 2102.02888.

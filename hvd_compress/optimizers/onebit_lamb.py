@@ -16,17 +16,16 @@ from hvd_compress.optimizers.onebit_adam import OneBitAdam
 
 @dataclasses.dataclass(frozen=True)
 class OneBitLAMB(OneBitAdam):
-    """LAMB whose variance and whose layers' coefficients are frozen after ``freeze_step`` steps, so
-    that momentum can be sent in one bit an element.
+    """LAMB whose momentum is sent in one bit per element after ``freeze_step`` steps.
 
-    Before, a layer steps along u by its coefficient c, of which a is the average.  Later it steps
-    by a r; r says how much gradients have shrunk since the freeze::
+    Before the freeze, a layer steps along u by its coefficient c, of which a is the average.  Later
+    it steps by a r; r says how much gradients have shrunk since the freeze::
 
         g' = (m - beta1 m_before) / (1 - beta1);  v' = beta2 v' + (1 - beta2) g'^2
         r = max of (sqrt(v^) + eps) / (sqrt(v'^) + eps)
 
-    State of a parameter: that of ``OneBitAdam``, the average ``coefficient`` a, and from the freeze
-    on ``fresh_exp_avg_sq`` v' and ``factor`` r; all equal on all ranks.
+    State of a parameter: that of ``OneBitAdam`` and the average ``coefficient`` a.  The freeze adds
+    ``fresh_exp_avg_sq`` v' and ``factor`` r.  All are equal on all ranks.
 
     Options:
         lr, betas, eps, freeze_step, bias_correction: as for ``OneBitAdam``.

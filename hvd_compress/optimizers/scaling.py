@@ -35,7 +35,7 @@ def rate_factor(batch_size: int, reference_batch_size: int, scaling: str = "line
 
 
 def check_steps(steps: int) -> None:
-    """Raise ``ConfigError`` unless a warm-up can take so many steps."""
+    """Raise ``ConfigError`` unless it is a possible length of a warm-up."""
     if not is_whole(steps) or steps < 0:
         raise ConfigError(f"steps must be a number of steps, 0 or more; got {steps!r}")
 

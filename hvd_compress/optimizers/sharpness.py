@@ -30,7 +30,7 @@ def option(name: str) -> Any:
 class SAM:
     """SAM's eps = rho g / ||g||, with the norm over all tensors.
 
-    The step is taken from w, along the gradient at w + eps: where the loss is largest, to first
+    The step is taken from w, along the gradient at w + eps.  There the loss is largest, to first
     order, in a ball of radius rho.
 
     Options:

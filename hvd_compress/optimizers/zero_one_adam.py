@@ -24,8 +24,8 @@ class ZeroOneAdam(FrozenAdam):
         m = beta1 m + (1 - beta1) g;  a = d a;  u = d u + lr m^;  r = d r + lr;  w = a - u / s
         u = 1-bit mean of u;  w = a = a - u / s;  m^ = u / r;  u = r = 0      to synchronize
 
-    State of a parameter: ``exp_avg`` m, ``exp_avg_sq`` v, ``step``, ``variance_step``; from the
-    freeze on also ``anchor`` a, ``buffer`` u, ``rate`` r, and what one bit leaves out of u.
+    State of a parameter: ``exp_avg`` m, ``exp_avg_sq`` v, ``step``, ``variance_step``.  The freeze
+    adds ``anchor`` a, ``buffer`` u, ``rate`` r, and the rounding error of u.
 
     Options:
         lr, betas, eps, weight_decay, bias_correction: as for ``OneBitAdam``.

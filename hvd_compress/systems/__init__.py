@@ -1,8 +1,10 @@
-"""Systems that are built on the core: each says what is sent, and what is done with what came.
+"""Training methods that are built on the core, for ``method=`` of an optimizer::
+
+    optimizer = hvd.DistributedOptimizer(optimizer, method=hvd.DiLoCo(sync_every=100))
 
 ``rounds`` has local steps between exchanges, ``graphs`` training over a graph, ``teachers``
-codistillation, and ``servers`` the parameter server.  Here is what they have in common: the
-contract of a training method, the owner of a system on a rank, and all ranks in one process.
+codistillation, and ``servers`` the parameter server.  Their common parts are here: the contract
+of a training method, its owner on a rank, and all ranks in one process.
 """
 
 from hvd_compress.systems.base import (

@@ -1,14 +1,14 @@
 """Training methods whose ranks take local steps between exchanges.
 
 A method has two functions around the local step of a rank, both generators of requests as exchanges
-are (:mod:`hvd_compress.base`): ``before_step`` runs when the gradients are known and the parameters
-are still those at which they were computed, and ``after_step`` when the user's optimizer has
-stepped.  Both take and return parameters and state as arrays by name, of any backend, and change
-none in place.
+are (:mod:`hvd_compress.base`).  ``before_step`` runs when the gradients are known, and
+``after_step`` when the user's optimizer has stepped.  Both take and return parameters and state as
+arrays by name, of any backend, and change none in place.
 
-Beside the requests of compressors, which go to the engine as they are, a method may request an
-average over the ranks: :class:`Start` and :class:`Finish` send arrays through the method's
-``compression``, possibly with local steps in between, and :class:`Mean` sends them as they are.
+A method may send the requests of compressors, which go to the engine as they are.  It may also
+request an average over the ranks.  :class:`Start` and :class:`Finish` send arrays through the
+method's ``compression``, possibly with local steps in between; :class:`Mean` sends them as they
+are.
 
 :class:`~hvd_compress.systems.coordinator.Coordinator` runs a method over an engine, and
 :class:`~hvd_compress.systems.ranks.Ranks` runs all ranks in one process.
@@ -124,9 +124,8 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     """A way to train with local steps, with its options; subclasses are frozen dataclasses.
 
     Parameters and state are arrays by name, of any backend and shape: floats, of which half
-    precisions are added up in float32.  All methods raise ``ConfigError`` when they are made with
-    options that make no sense, and when training begins with a number of ranks that they do not
-    work with.
+    precisions are added up in float32.  All methods raise ``ConfigError`` for options that make no
+    sense, and when training begins with a number of ranks that does not fit.
 
     >>> class Averaging(TrainingMethod):
     ...     def after_step(self, parameters, state, context):
@@ -282,14 +281,15 @@ def checked_groups(groups: Any, otherwise: str = "those of the nodes") -> Groups
     ranks = sorted(rank for group in found for rank in group)
     if not ranks or ranks != list(range(len(ranks))) or not all(found):
         raise ConfigError(
-            f"groups must be None for {otherwise}, a number of ranks that make a group, or "
-            f"lists that have every rank once, such as [[0, 1], [2, 3]]; got {groups!r}"
+            f"groups must be None for {otherwise}, the number of ranks of a group, or "
+            f"lists such as [[0, 1], [2, 3]]; got {groups!r}"
         )
     return found
 
 
 def groups_of(groups: Groups | int, size: int) -> Groups:
-    """Return the groups of so many ranks; of a number of ranks the last group may have fewer.
+    """Divide a number of ranks into groups; if a number of ranks is given, the last group may have
+    fewer.
 
     >>> groups_of(2, 5)
     ((0, 1), (2, 3), (4,))

@@ -48,28 +48,21 @@ class Coordinator:
         x = {name: x[name] - lr * g for name, g in gradients.items()}
         x = coordinator.after_step(x)
 
-    Calls that exchange something are collectives; all ranks take equally many steps.
+    All ranks take equally many steps, since those with an exchange are collectives.
 
     Args:
         method: a training method, such as ``DiLoCo(sync_every=100)``.
         engine: carries the exchanges, for instance :class:`hvd_compress.mpi.MpiEngine`.
         seed: the seed of random numbers that the ranks share.
-        like: an array of the kind in which ranks compare what must be equal; ``None`` for the kind
-            of the parameters.
+        like: an array of the kind in which ranks compare values; ``None``: that of the parameters.
 
     Raises:
-        ConfigError: it is no training method, or does not work with so many ranks.
-
-    Attributes:
-        method: the training method.
-        owner: has its steps, state and exchanges.
-        reducer: averages what the method sends through its compression.
+        ConfigError: ``method`` is no training method, or does not fit the number of ranks.
 
     >>> from hvd_compress.engines.local import LocalEngine
     >>> x, coordinator = {"w": np.ones(3)}, Coordinator(LocalSGD(sync_every=2), LocalEngine())
     >>> for _ in range(4):
-    ...     x = coordinator.before_step(x)
-    ...     x = coordinator.after_step({"w": x["w"] - 0.1})
+    ...     x = coordinator.after_step({"w": coordinator.before_step(x)["w"] - 0.1})
     >>> coordinator.step, coordinator.exchanges
     (4, 2)
     """
@@ -106,8 +99,8 @@ class Coordinator:
 
     @property
     def exchanges(self) -> int:
-        """The number of steps so far in which ranks exchanged something; what is averaged to be
-        tested (:meth:`consensus`) is no step, and only its bytes are counted."""
+        """The number of steps so far in which ranks exchanged something.  Averages to be tested
+        (:meth:`consensus`) are no step; only their bytes are counted."""
         return self.owner.exchanges
 
     @property
@@ -169,10 +162,12 @@ class Coordinator:
         return self._driven(self.method.consensus(parameters, self.state), is_step=False)
 
     def freeze(self, parameters: Arrays) -> Arrays:
-        """Return what parameters stay at that are trained no longer, the same on all ranks: what
-        would be tested.  Trained again, they begin anew, since others may have changed them: their
-        part of the method's state, such as an anchor, is forgotten, with the compression's
-        residuals.  A collective, to be called before the first step without them.
+        """Return the values that parameters keep when they are trained no longer: those that would
+        be tested, the same on all ranks.  A collective, to be called before the first step without
+        them.
+
+        Their part of the method's state, such as an anchor, and of the compression's residuals is
+        forgotten, since others may change them meanwhile.
         """
         self.owner.bring_in()
         result = self._driven(self.method.consensus(parameters, self.state), is_step=False)
@@ -308,9 +303,9 @@ class Coordinator:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: arrays by name and key, and plain numbers.
 
-        What ranks have in common may be loaded by all; what is this rank's own, which is the
-        entries ``method.per_rank``, the losses, and residuals without :meth:`consolidate`, by the
-        same rank of as many.
+        All ranks may load the part that ranks have in common.  The rest is this rank's own: the
+        entries ``method.per_rank``, the losses, and residuals without :meth:`consolidate`.  Only
+        the same rank of as many may load it.
 
         Raises:
             ConfigError: an exchange is under way.

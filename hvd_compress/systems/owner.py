@@ -31,10 +31,10 @@ class Saved(NamedTuple):
 
 
 class Owner:
-    """Counts steps, exchanges and bytes, compares the ranks, carries out a system's exchanges, one
-    of which may be under way while others steps are taken, and saves and restores its state.
+    """Counts steps, exchanges and bytes, compares the ranks, carries out a system's exchanges, and
+    saves and restores its state.  One exchange may be under way while other steps are taken.
 
-    What a system sends, and what it makes of what came, are its own pure functions.
+    The messages of a system, and their use, are its own pure functions.
 
     Args:
         system: its name, in exchanges and checkpoints.

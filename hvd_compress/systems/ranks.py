@@ -27,7 +27,7 @@ from hvd_compress.systems.base import (
 
 
 class Ranks:
-    """Ranks that advance together, one request at a time.
+    """All ranks of a training method in one process, one request at a time.
 
     Args:
         method: the training method.
@@ -36,14 +36,13 @@ class Ranks:
         seed: the seed of random numbers that the ranks share.
 
     Raises:
-        ConfigError: the method does not work with so many ranks.
+        ConfigError: the method does not fit the number of ranks.
         MismatchError: from the first step: the ranks begin with other weights, and the method needs
             the same.
 
     Attributes:
         states: the state of each rank.
-        step: the number of local steps so far.
-        exchanges: the number of steps so far in which ranks exchanged something.
+        step, exchanges: the number of local steps so far, and of those with an exchange.
         bytes_sent: bytes that rank 0 has sent.
 
     >>> ranks = Ranks(LocalSGD(sync_every=2), size=2)
@@ -180,7 +179,7 @@ def simulate(
         observe: is called with the number of steps taken and the iterates, after each.
 
     Raises:
-        ConfigError: ``steps`` or ``rate`` make no sense, or the method does not work with so many
+        ConfigError: ``steps`` or ``rate`` make no sense, or the method does not fit the number of
             ranks.
     """
     if not is_whole(steps) or steps < 0:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import hvd_compress
 from tests.docs.test_site import ROOT, script
 
 api = script("api")
@@ -59,6 +60,21 @@ def test_every_class_has_an_example(page):
         if api.is_class(of) and not re.search(r"^\s*>>> ", api.documented(of), re.MULTILINE)
     }
     assert not without
+
+
+def test_methods_begin_with_what_users_write():
+    """``compression=...``, which makes a method, and mostly the one of that name."""
+    [page] = [page for page in api.PAGES if page.file == "methods"]
+    for name, of in public(page):
+        written = re.findall(
+            r"^ +compression=(.*(?:\n {8}.*)*(?:\n {4}\))?)$", of.__doc__, re.MULTILINE
+        )
+        is_method = api.is_class(of) and issubclass(of, hvd_compress.Compressor)
+        assert written or not is_method, f"{name} has no example compression=..."
+        for text in written:
+            if not text.startswith("adam."):
+                method = hvd_compress.methods.as_compressor(eval(text, {"hvd": hvd_compress}))
+                assert not is_method or type(method) is of, text
 
 
 def run(example: doctest.DocTest) -> None:

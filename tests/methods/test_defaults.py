@@ -40,7 +40,7 @@ def test_defaults_train_or_say_what_they_need(name):
         method = as_compressor(name)
     rate = 0.05
     if found:
-        (named,) = (re.search(r"lr=([\d.]+) where SGD has 0\.05", str(w.message)) for w in found)
+        (named,) = (re.search(r"lr=([\d.]+) instead of 0\.05", str(w.message)) for w in found)
         rate = float(named[1])
     assert accuracy(method, rate) >= dense() - POINTS
 

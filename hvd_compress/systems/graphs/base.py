@@ -1,13 +1,13 @@
 """The contract of decentralised methods: ranks exchange vectors with their neighbours only.
 
 A method is a :class:`~hvd_compress.systems.base.TrainingMethod`.  Each rank has parameters of its
-own; the local optimizer steps from x to ``local``, which is ``x - mu grad(x)`` for SGD, and the
+own.  The local optimizer steps from x to ``local``, which is ``x - mu grad(x)`` for SGD.  The
 method makes the next x of both, by messages between neighbours.  Methods are written in terms of
 the step ``s = local - x``, so the learning rate is the local optimizer's; theory is about constant
 rates and SGD.
 
-A NaN or Inf on a rank reaches its neighbours with the next message, and so all ranks after as many
-steps as the graph is wide.
+A NaN or Inf on a rank reaches its neighbours with the next message, and all ranks as soon as the
+graph's diameter in steps.
 """
 
 from __future__ import annotations
@@ -71,11 +71,13 @@ class Proximal(Configurable, abc.ABC, kind="proximal"):
 class l1(Proximal, name="l1"):
     """r(x) = weight |x|_1: magnitudes shrink by eta * weight.
 
-    An operator is called with an array v of floats, of any shape, and a step eta; it raises
-    ``ConfigError`` when it is made with options that make no sense.
+    An operator is called with an array of floats, of any shape, and a step eta.
 
     Args:
         weight: 0 or more.
+
+    Raises:
+        ConfigError: an option makes no sense.
 
     >>> l1(weight=1.0)(np.array([-2.0, 0.05, 1.0]), eta=0.1)
     array([-1.9,  0. ,  0.9])
@@ -135,8 +137,7 @@ def network_of(topology: Topology, size: int, phase: int, rank: int) -> Neighbor
 def mix(
     x: Array, network: Neighborhood, coding: Coding = _WHOLE, seed: int = 0
 ) -> Generator[Neighbors, Any, tuple[Array, Array]]:
-    """Send a flat array to the neighbours, and return it as they saw it, and the weighted sum of
-    what all of them and this rank sent.
+    """Send a flat array to the neighbours, and return a weighted sum over them and this rank.
 
     Args:
         x: (n,), float32 or float64, as long on all ranks.
@@ -145,7 +146,7 @@ def mix(
         seed: of codings that draw.
 
     Returns:
-        Two arrays like ``x``, by ``yield from``.
+        Two arrays like ``x``, by ``yield from``: x as the neighbours saw it, and the weighted sum.
     """
     context = Context(rank=network.rank, step=network.step, seed=seed)
     encoded = coding.encode(x, {}, context)
@@ -163,14 +164,13 @@ class DecentralizedMethod(TrainingMethod):
 
     They define :meth:`update`, a pure function of flat arrays, and :meth:`start` if they keep
     something between steps.  Arrays are all trained parameters of a rank end to end: float64 if one
-    of them is, else float32, which half precisions are widened to.
+    of them is, otherwise float32, which half precisions are widened to.
 
-    Those with an option ``prox`` minimise the mean of the ranks' functions and r, and what
-    :meth:`update` returns is what the operator is applied to.
+    With an option ``prox`` they minimise the mean of the ranks' functions and r; the operator is
+    applied to the result of :meth:`update`.
 
-    All of them have an option ``topology``, see :class:`Diffusion`, and raise ``ConfigError`` for
-    options that make no sense, and, where training begins, for a topology that does not fit the
-    method or the number of ranks.
+    All of them have an option ``topology``, see :class:`Diffusion`.  Options that make no sense
+    raise ``ConfigError``.  When training begins, so do topologies that do not fit.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True)
@@ -255,7 +255,7 @@ class DecentralizedMethod(TrainingMethod):
             raise ConfigError(
                 f"{type(self).__name__} has the state {', '.join(own)}, and what was loaded has "
                 f"{', '.join(vectors)}: it is of another version. Take the entry 'training' out of "
-                "the checkpoint, and the method begins anew"
+                "the checkpoint, and the method begins again"
             )
         network = self.network(context.rank, context.size, context.step)
         x, vectors = yield from self.update(x, local, vectors, network)

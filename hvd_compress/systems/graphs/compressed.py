@@ -1,5 +1,8 @@
-"""Compressed methods: CHOCO-SGD, whose differences to a copy that all neighbours have may be coded
-in any way; and LEAD and Prox-LEAD, which are exact with two bits an element."""
+"""Methods over a graph that send few bits: CHOCO-SGD, LEAD and Prox-LEAD.
+
+CHOCO-SGD sends differences to a copy that all neighbours have, in any codec.  LEAD and Prox-LEAD
+are exact with two bits per element.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def blockwise(bits: int, block: int = 256) -> Codec:
     with u uniform in [0, 1), for blocks of ``block`` elements: unbiased, 2^b + 1 levels.
 
     Args:
-        bits: b, in the authors' count; on the wire log2(2^b + 1) bits an element, and a float32 a
+        bits: b, in the authors' count; log2(2^b + 1) bits per element are sent, and a float32 per
             block.
         block: elements that share a maximum.
     """
@@ -52,19 +55,18 @@ def _as_codec(codec: Any) -> Codec:
 
 @dataclasses.dataclass(frozen=True)
 class LEAD(DecentralizedMethod, name="lead"):
-    """One row for each node, G the gradients at X; Q is the only thing that is sent::
+    """Train over a graph, exactly, with messages of few bits::
+
+        method=hvd.LEAD("cycle")
+
+    One row for each node, G the gradients at X; only Q is sent::
 
         Z = X - eta G - eta D
         Q = C(Z - H);  Zh = H + Q;  Zw = Hw + W Q;  H += alpha Q;  Hw += alpha W Q
         D += gamma / (2 eta) (Zh - Zw);  X = prox_{eta r}(Z - gamma / 2 (Zh - Zw))
 
-    State: ``dual`` = eta D, ``h`` = H and ``mixed_h`` = Hw, all 0 at first.  Sent: Q to each
-    neighbour, in few bits, every step.
-
-    The columns of D add up to 0 and Hw = W H, up to rounding, which adds up slowly: float32 reaches
-    a relative error of about 1e-4.  With a codec that loses nothing, gamma = 1 and no prox, X is
-    that of :class:`ExactDiffusion`.  Without noise it converges linearly to the exact solution,
-    with 2 bits about as fast as uncompressed.
+    State: ``dual`` = eta D, ``h`` = H and ``mixed_h`` = Hw, all 0 at first.  Hw = W H up to
+    rounding: float32 reaches a relative error of about 1e-4.  Without noise it converges linearly.
 
     Args:
         topology: undirected; see :class:`Diffusion`.
@@ -73,9 +75,6 @@ class LEAD(DecentralizedMethod, name="lead"):
         gamma: how far to mix, between 0 and 2.
         prox: r, such as ``l1(0.05)``, for Prox-LEAD.
         seed: of codecs that draw.
-
-    Differs from the paper in: eta D is kept in the place of D, so a learning rate that changes
-    scales nothing; H_0 = 0, so that ranks may begin anywhere.
 
     Reference: Liu et al., ICLR 2021 (LEAD); Li, Liu, Tang, Yan, Yuan, 2021 (Prox-LEAD).
 
@@ -122,18 +121,21 @@ class LEAD(DecentralizedMethod, name="lead"):
 
 @dataclasses.dataclass(frozen=True)
 class ChocoSGD(DecentralizedMethod, name="choco_sgd"):
-    """With a copy xh of x that neighbours have, too, and a codec Q::
+    """Train over a graph with compressed differences, with copies xh that neighbours have, too::
 
-        x' = x - mu grad(x);  xh+ = xh + Q(x' - xh);  x+ = x' + gamma (W - I) xh+        xh_0 = 0
+        method=hvd.ChocoSGD("cycle")
 
-    State: ``copy`` xh, and ``mixed`` = W xh, which is kept up by what arrives.  Sent: Q(x' - xh) to
-    each neighbour.
+    A step, with a codec Q and xh_0 = 0::
 
-    It has the bias of diffusion, and more for a smaller ``gamma``; :class:`LEAD` has none.
+        x' = x - mu grad(x);  xh+ = xh + Q(x' - xh);  x+ = x' + gamma (W - I) xh+
+
+    State: ``copy`` xh, and ``mixed`` = W xh, updated from messages.  Sent: Q(x' - xh) to each
+    neighbour.  It has the bias of diffusion, and more for a smaller ``gamma``; :class:`LEAD` has
+    none.
 
     Args:
         topology: undirected; see :class:`Diffusion`.
-        codec: Q, biased or not; by default 5 levels, 2.4 bits an element.
+        codec: Q, biased or not; by default 5 levels, 2.4 bits per element.
         gamma: how far to mix, in (0, 1]: less for coarser codecs.
         seed: of codecs that draw.
 

@@ -1,5 +1,5 @@
-"""Diffusion and consensus; methods whose correction takes away the bias for the same bytes; and
-gradient tracking, which mixes an estimate of the mean gradient beside the parameters."""
+"""Diffusion and consensus, methods whose correction removes their bias for the same bytes, and
+gradient tracking."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from hvd_compress.systems.graphs.base import (
 
 @dataclasses.dataclass(frozen=True)
 class Diffusion(DecentralizedMethod, name="diffusion"):
-    """Adapt, then combine (ATC): ``psi = x - mu grad(x);  x+ = W psi``.
+    """Train over a graph: step locally, then mix parameters with the neighbours'::
+
+        method=hvd.Diffusion("cycle")
+
+    A step is ``psi = x - mu grad(x);  x+ = W psi`` (adapt, then combine: ATC).
 
     State: none.  Sent: a vector to each neighbour, every step.
 
-    With a constant learning rate and ranks whose data differ, x stays a distance of order
-    mu b / (1 - lambda) from the minimum, where b^2 is the mean squared norm of the ranks' gradients
-    there, and lambda the second eigenvalue of W; :class:`ExactDiffusion` has no such bias.
+    If the ranks' data differ, a constant rate leaves x at a distance of order mu b / (1 - lambda)
+    from the minimum.  There b^2 is the mean squared norm of the ranks' gradients there, and lambda
+    the second eigenvalue of W.  :class:`ExactDiffusion` has no such bias.
 
     Args:
         topology: a topology, its name such as "cycle" or "grid:rows=4", pairs of ranks, or a matrix
@@ -46,9 +50,12 @@ class Diffusion(DecentralizedMethod, name="diffusion"):
 
 @dataclasses.dataclass(frozen=True)
 class DGD(DecentralizedMethod, name="dgd"):
-    """Decentralised gradient descent, or consensus: ``x+ = W x - mu grad(x)``.
+    """Train over a graph: mix parameters, then step along the old gradient: ``x+ = W x - mu
+    grad(x)``::
 
-    The same as :class:`Diffusion` but for what is mixed; stable for mu <= (1 + lambda_min(W)) / L.
+        method=hvd.DGD("cycle")
+
+    Decentralised gradient descent, or consensus; stable for mu <= (1 + lambda_min(W)) / L.
 
     Args:
         topology: as for :class:`Diffusion`.
@@ -68,26 +75,24 @@ class DGD(DecentralizedMethod, name="dgd"):
 
 @dataclasses.dataclass(frozen=True)
 class ExactDiffusion(DecentralizedMethod, name="exact_diffusion"):
-    """Adapt, correct, combine, with the lazy matrix Wt = (I + W) / 2::
+    """Train over a graph, exactly, for the bytes of diffusion::
+
+        method=hvd.ExactDiffusion("cycle")
+
+    Adapt, correct, combine, with the lazy matrix Wt = (I + W) / 2 and psi_0 = z_0 = x_0::
 
         psi+ = x - mu grad(x);  phi = psi+ + z - psi;  z+ = Wt phi;  x+ = prox_{mu r}(z+)
-        psi_0 = z_0 = x_0
 
-    State: ``correction`` = z - psi.  Sent: a vector to each neighbour, every step, as in diffusion.
-
-    Without gradient noise it converges to the minimum of the mean of all ranks' functions, linearly
-    for strongly convex ones, if mu < 2 / L, whatever the graph.  Noise is averaged a little less
-    well than by diffusion where the graph is well connected, since Wt mixes more slowly than W.
+    State: ``correction`` = z - psi.  Without gradient noise it converges for mu < 2 / L, whatever
+    the graph, and linearly for strongly convex functions.  Noise is averaged a little less well
+    than by diffusion where the graph is well connected.
 
     Args:
         topology: undirected; see :class:`Diffusion`.
-        prox: r, such as ``l1(0.05)``, for P2D2; without it z is x.
+        prox: r, such as ``l1(0.05)``, for P2D2; without it z is x.  P2D2's formula is recalled,
+            with Wt as its matrix; it was compared with Prox-LEAD for gamma = 1.
 
-    Differs from the paper in: P2D2 has Wt as its matrix.  Its formula is recalled; it was compared
-    with Prox-LEAD, whose iterates it gives where that does not compress (gamma = 1).
-
-    Reference: Yuan, Ying, Zhao, Sayed, IEEE TSP 2019; Yuan, Alghunaim, Ying, Sayed, TSP 2020;
-    Alghunaim, Yuan, Sayed, NeurIPS 2019 (P2D2).
+    Reference: Yuan, Ying, Zhao, Sayed, IEEE TSP 2019; Alghunaim, Yuan, Sayed, NeurIPS 2019 (P2D2).
 
     >>> from hvd_compress.systems.graphs import simulate
     >>> gradient = lambda rank, x, step: x - rank  # together, ranks 0 to 3 have their best at 1.5
@@ -109,17 +114,17 @@ class ExactDiffusion(DecentralizedMethod, name="exact_diffusion"):
 
 @dataclasses.dataclass(frozen=True)
 class EXTRA(DecentralizedMethod, name="extra"):
-    """With Wt = (I + W) / 2 and gradients g::
+    """Train over a graph, exactly, by gradient descent with a correction::
+
+        method=hvd.EXTRA("cycle")
+
+    With Wt = (I + W) / 2 and gradients g::
 
         y_1 = W x_0 - mu g_0;  y_(k+2) = W x_(k+1) + y_(k+1) - Wt x_k - mu (g_(k+1) - g_k)
         x_k = prox_{mu r}(y_k)
 
-    which is ``y_(k+1) = W x_k + c_k - mu g_k``, ``c_(k+1) = c_k + (W - I) x_k / 2``, c_0 = 0.
-
-    State: ``correction`` = c.  Sent: a vector to each neighbour, every step.
-
-    It converges for mu < (1 + lambda_min(W)) / L, a bound that is less than that of exact diffusion
-    and depends on the graph.
+    State: ``correction`` c: c_(k+1) = c_k + (W - I) x_k / 2, c_0 = 0.  It converges for mu < (1 +
+    lambda_min(W)) / L, a smaller bound than exact diffusion's, which depends on the graph.
 
     Args:
         topology: undirected; see :class:`Diffusion`.
@@ -149,14 +154,14 @@ class EXTRA(DecentralizedMethod, name="extra"):
 
 @dataclasses.dataclass(frozen=True)
 class GradientTracking(DecentralizedMethod, name="gradient_tracking"):
-    """DIGing::
+    """Train over a graph, exactly, by mixing an estimate of the mean gradient, too (DIGing)::
 
-        x+ = W x - mu y;    y+ = W y + g+ - g        y_0 = g_0
+        method=hvd.GradientTracking("one_peer_exponential")
+
+    A step is ``x+ = W x - mu y;  y+ = W y + g+ - g`` with y_0 = g_0.
 
     State: ``tracker``, -mu W y, and ``step``, -mu g.  Sent: two vectors to each neighbour, every
-    step.
-
-    Exact, also over directed graphs whose weights are doubly stochastic, and over graphs that
+    step.  It works over directed graphs with doubly stochastic weights, and over graphs that
     change.
 
     Args:

@@ -31,8 +31,8 @@ def metropolis_hastings(graph: Any) -> np.ndarray:
 
 
 def equal_in_weights(graph: Any) -> np.ndarray:
-    """Return weights of a directed graph by which each node takes equally much of those that send
-    to it and of itself: doubly stochastic if all nodes have as many in as out."""
+    """Return the weights of a directed graph in which each node takes equally much of itself and of
+    each sender.  They are doubly stochastic if all nodes have as many receivers as senders."""
     w = np.eye(graph.number_of_nodes())
     for i, j in graph.edges():
         w[j, i] = 1
@@ -51,8 +51,8 @@ def check_doubly_stochastic(w: np.ndarray) -> None:
 
 
 def check_brings_together(w: np.ndarray) -> None:
-    """Raise ``ConfigError`` if the ranks of a connected graph only swap what they have.  Where one
-    has a weight of its own they do not."""
+    """Raise ``ConfigError`` if the ranks of a connected graph only swap their values.  One rank
+    with a weight of its own is enough to prevent it."""
     if w.diagonal().any():
         return
     if (second := second_eigenvalue(w)) > 1 - _ROUNDING * len(w):

@@ -44,8 +44,11 @@ class Topology(Configurable, abc.ABC, kind="graph"):
 
     Undirected graphs have Metropolis-Hastings weights, directed ones equal weights, unless a
     subclass says otherwise in :meth:`combination`.  Steps count from 0 here, and matrices are
-    float64.  networkx makes the graphs; without it they raise ``SetupError``, and for options that
-    make no sense ``ConfigError``.
+    float64.
+
+    Raises:
+        ConfigError: an option makes no sense.
+        SetupError: networkx, which makes the graphs, is not installed.
 
     >>> import dataclasses
     >>> import networkx
@@ -120,7 +123,7 @@ def _weights(topology: Topology, size: int) -> list[np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Line(Topology, name="line"):
-    """Each rank has the ranks before and behind it.
+    """Each rank has the previous and the next rank.
 
     >>> sorted(Line().graph(4).edges())
     [(0, 1), (1, 2), (2, 3)]
@@ -224,7 +227,7 @@ class StaticExponential(Topology, name="exponential"):
 
 @dataclasses.dataclass(frozen=True)
 class OnePeerExponential(Topology, name="one_peer"):
-    """Rank i sends to one rank a step, i + 1, i + 2, i + 4 ... in turn.  With a power of two of
+    """Rank i sends to one rank per step, i + 1, i + 2, i + 4 ... in turn.  With a power of two of
     ranks each turn has averaged exactly.
 
     >>> [list(OnePeerExponential().graph(8, step).successors(0)) for step in range(3)]
@@ -322,8 +325,11 @@ class Weights(Topology, name="weights"):
 
 
 def as_topology(topology: Any) -> Topology:
-    """Return a topology from an instance, a class, a text such as "grid:rows=4", a matrix of
-    weights (a two-dimensional array of floats), or pairs of ranks.
+    """Return a topology from what a user wrote.
+
+    Args:
+        topology: an instance, a class, a text such as "grid:rows=4", a matrix of weights (a
+            two-dimensional array of floats), or pairs of ranks.
 
     >>> as_topology("grid:rows=4")
     Grid(rows=4)

@@ -46,13 +46,13 @@ S = TypeVar("S", bound="Serving")
 
 
 class Serving:
-    """Ranks of which the first serves; making one is a collective.  Subclasses set ``_server``
-    there, and ``_link`` on all ranks; they are ``called`` by a name in errors.
+    """The base of systems whose first rank serves; making one is a collective.  Subclasses set
+    ``_server`` there, and ``_link`` on all ranks; they are ``called`` by a name in errors.
 
     Args:
         ranks: all of them.
         parameters: by name; all ranks begin with copies of those of the first.
-        options: what ranks have to agree about, by its text; messages bear its tag.
+        options: a text of the options that ranks have to agree about; messages bear its tag.
         worker_timeout: seconds after which others go on without a silent worker; see
             :class:`hvd_compress.systems.servers.patience.Patience`.
         more: further options that ranks have to agree about, as a text that begins with a comma;
@@ -110,7 +110,7 @@ class Serving:
     def stats(self) -> ServerStats:
         """Return what the server has counted, on every rank, after the ``with`` statement."""
         if self._link.stats is None:
-            raise ConfigError("stats() has its numbers from the end: call it behind the with")
+            raise ConfigError("stats() has its numbers from the end: call it after the with")
         return self._link.stats
 
     # -- workers ------------------------------------------------------------------------------
@@ -226,8 +226,11 @@ def _until_left(box: Mailbox, gone: Collection[int]) -> None:
 
 
 def _end_together(box: Mailbox, tag: int, gone: set[int]) -> None:
-    """Wait until all ranks that are left are about to end: launchers end a job when the first of
-    its processes ends in an unusual way.  With ranks gone, ``MPI_Finalize`` would never end."""
+    """Wait until all remaining ranks are about to end.
+
+    Launchers end a job when the first of its processes ends in an unusual way.  With ranks gone,
+    ``MPI_Finalize`` would never end.
+    """
     comm = box.comm
     here = [rank for rank in range(comm.size) if rank not in gone]
     done, deadline = encode(ServerMessage(MessageKind.DONE), tag), time.monotonic() + comm.timeout
@@ -257,43 +260,28 @@ class ParameterServer(Serving):
         with mpi.ParameterServer(parameters, SGD(lr=0.1), mode="async") as worker:
             for batch in worker.batches(data):
                 worker.step(gradients(worker.parameters, batch))
-        parameters = worker.parameters  # on all ranks, the last ones
 
-    Rank 0 serves while it is in the ``with`` statement, and gets no batches.  After the statement
-    all ranks have the same parameters.  Workers need not take equally many steps.  A worker that
-    raises an error inside says so at once, and waits for the others before it ends.
+    Rank 0 serves inside the ``with`` statement, and gets no batches.  Workers need not take equally
+    many steps.  After it, ``worker.parameters`` are the same on all ranks.
 
     Args:
-        parameters: arrays by name, float32 or float64, the same on all ranks or only meant on rank
-            0, whose values all ranks get.
-        optimizer: steps on the server: a formula, such as ``SGD(lr=0.1)``, which ``None``
-            stands for, or one of :mod:`hvd_compress.optimizers`, or an object with a method
-            ``step`` of its own.
-        worker_timeout: seconds for which the others wait for a worker that sends nothing, or go on
-            without it; a pause of all workers may be longer.
+        parameters: arrays by name, float32 or float64; all ranks get the values of rank 0.
+        optimizer: steps on the server: a formula such as ``SGD(lr=0.1)``, the default, one of
+            :mod:`hvd_compress.optimizers`, or an object with a method ``step``.
+        worker_timeout: seconds after which the others go on without a silent worker.
         seed: of random numbers of compressions.
         momentum, nesterov: for compressions that take momentum over; ``optimizer`` has none then.
         comm: the ranks; ``None`` for all.
-        rules: options of :class:`hvd_compress.systems.servers.Rules`: ``mode``, ``backup``,
-            ``compression``.
-
-    Attributes:
-        parameters: as this rank knows them.
-        is_server: whether this rank serves.
-        rank, size: the number of this worker, and of all workers.
-        taken: whether the server has used the last gradient.
-        bytes_sent, bytes_received: of this worker's messages.
+        rules: ``mode``, ``backup``, ``compression``: see
+            :class:`hvd_compress.systems.servers.Rules`.
 
     Raises:
         ConfigError: an option has a value that cannot be honoured.
         MismatchError: the ranks differ in options or in the shapes of their parameters.
         UnsupportedError: a parameter is neither float32 nor float64.
 
-    A rank alone has nobody to serve:
-
     >>> ParameterServer({"w": np.ones(2)}, comm=MPI.COMM_SELF)
     Traceback (most recent call last):
-        ...
     hvd_compress.errors.ConfigError: ParameterServer on 1 rank: there must be a server and a ...
     """
 
@@ -373,7 +361,7 @@ class AsynchronousLeaderSGD(Serving):
                 loss, gradient = ...                      # at worker.parameters
                 worker.step(a local step from them, loss)
 
-    Behind the statement ``parameters`` are the mean of the workers' last ones, on all ranks.  See
+    After the statement ``parameters`` are the mean of the workers' last ones, on all ranks.  See
     :mod:`hvd_compress.systems.servers.leaders`.
 
     Args:
@@ -382,19 +370,10 @@ class AsynchronousLeaderSGD(Serving):
         comm: the ranks, of which the first serves; ``None`` for all.
         options: of :class:`hvd_compress.systems.rounds.LeaderSGD`.
 
-    Attributes:
-        parameters, is_server, rank, size: as of :class:`.ParameterServer`.
-        recovered: whether the parameters of the last step had NaN or Inf, and those that were
-            returned are a leader's.
-        bytes_sent, bytes_received: of this worker's messages.
-
-    Raises: what :class:`.ParameterServer` does.
-
-    A rank alone has nobody to serve:
+    Raises: the errors of :class:`.ParameterServer`.
 
     >>> AsynchronousLeaderSGD({"w": np.ones(2)}, comm=MPI.COMM_SELF)
     Traceback (most recent call last):
-        ...
     hvd_compress.errors.ConfigError: AsynchronousLeaderSGD on 1 rank: there must be a server and ...
     """
 

@@ -19,43 +19,33 @@ _LONG = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class DiLoCo(Rounds, name="diloco"):
-    """Local steps of any optimizer, and an outer optimizer on the average of what they did::
+    """Take local steps of any optimizer, then a step of an outer optimizer along their average::
 
-        d = mean of (x0 - x_i) over the ranks        after H = sync_every local steps
-        x0 = outer(x0, d)                            SGD with Nesterov momentum
-        x_i = x0 + mix (x_i - x0)
+        method=hvd.DiLoCo(sync_every=100, compression="linear")
 
-    With F = ``fragments`` > 1 it is Streaming DiLoCo: the model is divided into F parts of about
-    equally many elements, in the order of the parameters; every H / F steps one of them is
-    exchanged, each every H steps.  An exchange that begins after a step is awaited ``delay`` local
-    steps later, and travels while these are computed.
+    After every H = ``sync_every`` local steps::
+
+        d = mean of (x0 - x_i) over the ranks;  x0 = outer(x0, d);  x_i = x0 + mix (x_i - x0)
 
     State: ``anchor`` x0 and ``velocity``, the same on all ranks.  Sent: x0 - x_i, through the
-    compression; its error feedback, if it has one, is about the outer step.
+    compression.  Sparse methods make weights grow without end in long runs, unless there is less
+    momentum: :class:`~hvd_compress.NeedsTuning` warns.  :class:`SparseLoCo` has no momentum.
 
     Args:
-        outer: the outer optimizer; see :class:`~hvd_compress.optimizers.outer.OuterSGD`.
+        outer: SGD with Nesterov momentum; see :class:`~hvd_compress.optimizers.outer.OuterSGD`.
         sync_every: H, the number of local steps between two exchanges of the same parameter.
-        fragments: F; H must be a multiple of it.
-        delay: tau, 0 or more and less than H / F.
-        mix: alpha, the share of a rank's own parameters in those that it goes on with, from 0 to 1.
-        compression: of what is sent, for instance "linear".  A sparse method makes weights grow
-            without end in a long run, unless there is less momentum;
-            :class:`~hvd_compress.NeedsTuning` warns of it, and :class:`SparseLoCo` has none.
-        buffers: what happens to the local optimizer's state at an exchange: "keep", "average" or
-            "reset".
+        fragments: F parts of the model, each exchanged every H steps, in turn (Streaming DiLoCo); H
+            is a multiple of F.
+        delay: the number of local steps during which an exchange travels; less than H / F.
+        mix: the share of a rank's own parameters in those that it goes on with, from 0 to 1.
+        compression: of differences, for instance "linear".
+        buffers: the local optimizer's state at an exchange: "keep", "average" or "reset".
 
-    Differs from the papers in: compression by any method; fragments are of neighbouring parameters,
-    whatever layer they belong to.
+    Reference: Douillard et al., 2023 and 2025 (streaming; fragments here are neighbouring
+    parameters).
 
-    Reference: Douillard et al., 2023 and 2025 (streaming).
-
-    >>> from hvd_compress.systems import Ranks, rounds
-    >>> ranks = Ranks(rounds.DiLoCo(sync_every=1), size=2)
-    >>> x = ranks.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])
-    >>> x = ranks.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
-    >>> x[0]["w"]  # 0 - 0.7 (1 + 0.9) * the mean of 1 and 3
-    array([-2.66])
+    >>> DiLoCo(sync_every=100, compression="linear").outer
+    OuterSGD(lr=0.7, momentum=0.9, nesterov=True)
     """
 
     outer: OuterSGD = OuterSGD()  # noqa: RUF009, frozen

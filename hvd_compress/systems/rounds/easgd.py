@@ -30,38 +30,32 @@ from hvd_compress.systems.base import (
 
 @dataclasses.dataclass(frozen=True)
 class EASGD(TrainingMethod, name="easgd"):
-    """An elastic force pulls every rank to a centre c, and c to the ranks; every ``sync_every``
-    steps, with the parameters x_i of before the step::
+    """Pull every rank elastically to a centre c, and c to the ranks::
+
+        method=hvd.EASGD(sync_every=8, beta=0.9)
+
+    Every ``sync_every`` steps, with the parameters x_i before the step::
 
         x_i = x_i - alpha (x_i - c), and the local step from the gradient at the old x_i
         c = (1 - beta) c + beta mean of x_i over the ranks
 
-    with alpha = beta / P of P ranks, unless it is given.
-
-    State: ``centre`` c, the same on all ranks; it is what is tested.  Sent: x_i - c, through the
-    compression.
-
-    If a rank has NaN or Inf, the exchange is lost with a warning: nobody moves, and that rank goes
-    on from the centre.
+    State: ``centre`` c, the same on all ranks, which is tested.  Sent: x_i - c, through the
+    compression.  With NaN or Inf on a rank, the exchange is lost with a warning, and that rank goes
+    on from c.
 
     Args:
         sync_every: tau, the number of local steps between exchanges.
         beta: how far the centre moves to the average, from 0 to 1.
-        alpha: how far a rank moves to the centre, from 0 to 1; ``None`` for beta / P.
-        compression: of what is sent, for instance "topk:density=0.01".
+        alpha: how far a rank moves to the centre, from 0 to 1; ``None`` for beta / P with P ranks.
+        compression: of differences, for instance "topk:density=0.01".
 
-    Differs from the paper in: no server, since every rank keeps the centre.  Unlike local SGD it
-    moves the stationary points of what is minimised.
-
-    Reference: Zhang, Choromanska, LeCun, NeurIPS 2015.
+    Reference: Zhang, Choromanska, LeCun, NeurIPS 2015; here every rank keeps the centre.
 
     >>> from hvd_compress.systems import Ranks, rounds
     >>> ranks = Ranks(rounds.EASGD(sync_every=2, beta=0.5), size=2)
-    >>> x = ranks.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])
-    >>> x = ranks.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
-    >>> x = ranks.before_step(x)  # the force, before the second local step
-    >>> x[0]["w"], x[1]["w"], ranks.states[0]["centre"]["w"]
-    (array([-0.75]), array([-2.25]), array([-1.]))
+    >>> x = ranks.after_step(ranks.before_step([{"w": np.ones(1)}, {"w": np.ones(1)}]))
+    >>> ranks.before_step([{"w": np.zeros(1)}, {"w": np.ones(1)}])[0]["w"]  # a quarter of the way
+    array([0.25])
     """
 
     acts_before = True

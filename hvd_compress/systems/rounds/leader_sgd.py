@@ -38,8 +38,8 @@ _LOSS, _LEADER = "loss", "parameters of the group's leader"
 
 
 class Leaders(NamedTuple):
-    """The ranks that lead: all ranks, and the group of this rank, which nobody ``is_led`` by if the
-    losses of the whole group are NaN or Inf."""
+    """The ranks that lead: all ranks, and the group of this rank.  Nobody ``is_led`` by the latter
+    if the losses of the whole group are NaN or Inf."""
 
     of_all: int
     of_group: int
@@ -49,48 +49,32 @@ class Leaders(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LeaderSGD(TrainingMethod, name="leader_sgd"):
-    """The leader is the rank whose loss, averaged over its last minibatches, is the smallest.
+    """Pull every rank to the one with the smallest loss, in its group and among all::
 
-    Every rank is pulled to the leader z_j of its group and to the leader z of all, with the
-    parameters x of before the step::
+        method=hvd.LeaderSGD(global_every=16, local_every=4)
+
+    With the leader z_j of a rank's group, z of all, and the parameters x before the step::
 
         x = x - l (x - z_j) - g (x - z), and the local step from the gradient at the old x
 
-    where ``local_every`` steps l = ``local_pull`` with the z_j of now, and every ``global_every``
-    steps g = ``global_pull`` with the z of now.  In all other steps, l = ``local_drift`` /
-    ``local_every`` and g = ``global_drift`` / ``global_every`` with the last z_j and z known.  A
-    leader is not pulled to itself, neither to what it is nor to what it was when it was chosen.
+    Every ``local_every`` steps leaders are chosen by their mean losses, and l = ``local_pull``.  In
+    between l = ``local_drift`` / ``local_every``, to the last leader.  The same holds for g.
 
-    State: ``leader`` z and ``group_leader`` z_j, but not on these ranks.  Sent: 32 bytes by each
-    rank every ``local_every`` steps, and then the parameters of the leaders alone.
-
-    A loss that is NaN or Inf does not lead; if all are, nobody is pulled.  A rank whose parameters
-    are NaN or Inf goes on from those of its leader when there is one, with a warning.  Momentum is
-    left alone.
+    State: ``leader`` z and ``group_leader`` z_j, but not on the leaders.  Sent: 32 bytes per rank
+    and choice, and then the parameters of the leaders alone.
 
     Args:
         global_every, local_every: the periods in steps; the first is a multiple of the second.
-        global_pull, local_pull, global_drift, local_drift: how far ranks are pulled, as shares of
-            the distance, from 0 to 1.
-        groups: lists of ranks, or the number of ranks that make a group, in their order; ``None``
-            for the ranks of each node.
-        average_over: the number of minibatches whose mean loss is compared; ``None`` for
-            ``local_every``.
-
-    With one group, and where all ranks are on one node, there is one leader, and both pulls are to
-    it: ``local_pull=0, local_drift=0`` is Leader SGD with a single leader.
-
-    Differs from the released code in: pulls and gradient are of the same x, and a leader is not
-    pulled to its own older parameters, both as in the paper's formula; ranks do not send their
-    learning rates.
+        global_pull, local_pull, global_drift, local_drift: shares of the distance, from 0 to 1.
+        groups: lists of ranks, or the number of ranks of a group; ``None``: the ranks of each node.
+        average_over: the number of minibatches whose mean loss counts; ``None``: ``local_every``.
 
     Reference: Teng et al., NeurIPS 2019.
 
     >>> from hvd_compress.systems import Ranks, rounds
     >>> ranks = Ranks(rounds.LeaderSGD(global_every=1, local_every=1, local_pull=0), size=2)
-    >>> x = ranks.before_step([{"w": np.zeros(1)}, {"w": np.ones(1)}], losses=[0.5, 0.2])
-    >>> x[0]["w"], x[1]["w"]  # rank 1 leads
-    (array([0.1]), array([1.]))
+    >>> ranks.before_step([{"w": np.zeros(1)}, {"w": np.ones(1)}], losses=[0.5, 0.2])[0]["w"]
+    array([0.1])
     """
 
     per_rank = frozenset({"leader", "group_leader"})
@@ -128,7 +112,7 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
 
     @property
     def pulls(self) -> dict[str, tuple[float, float]]:
-        """How far ranks are pulled to the leader under each key of the state, when it is new, and
+        """The share of the distance to the leader under each key of the state: when it is new, and
         later."""
         return {
             "group_leader": (self.local_pull, self.local_drift / self.local_every),

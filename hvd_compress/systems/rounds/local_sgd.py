@@ -13,34 +13,33 @@ from hvd_compress.systems.rounds.rounds import Exchange, Rounds
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD(Rounds, name="local_sgd"):
-    """Every rank takes H = ``sync_every`` local steps, then all go on with the average::
+    """Take H = ``sync_every`` local steps on every rank, then go on with the average::
 
-        x_i = mean of x_j over the ranks                          without compression
-        x_i = x0 = x0 - mean of C(x0 - x_j) over the ranks        with it
+        method=hvd.LocalSGD(sync_every=8)
 
-    State: none without compression, else ``anchor`` x0, from where the round began.  Sent: the
-    parameters, or their compressed differences to x0, every H steps.
+    After a round, without compression and with it::
 
-    With H > 1 the fixed point is not that of synchronous SGD where the ranks' data differ.  NaN or
-    Inf on a rank reaches all ranks without compression, where there is nothing to go back to.
+        x_i = mean of x_j over the ranks
+        x_i = x0 = x0 - mean of C(x0 - x_j) over the ranks
+
+    State: ``anchor`` x0, with compression only.  If the ranks' data differ and H > 1, the fixed
+    point is not that of synchronous SGD.  Without compression NaN or Inf on a rank reaches all
+    ranks.
 
     Args:
         sync_every: H, the number of local steps between exchanges.
         start: exchange after every step until this one: post-local SGD.  0 for never.
-        compression: of what is sent, for instance "topk:density=0.01".
-        buffers: what happens to the local optimizer's momentum at an exchange: "keep" each rank's
-            own, "average" it too, which sends as many bytes again, uncompressed, or "reset" it.
+        compression: of differences, for instance "topk:density=0.01".
+        buffers: the local optimizer's momentum at an exchange: "keep" each rank's own, "average" it
+            too, which sends as many bytes again, uncompressed, or "reset" it.
 
-    Differs from the paper in: compression, as in Qsparse-local-SGD (Basu et al., NeurIPS 2019).
-
-    Reference: Stich, ICLR 2019; Lin et al., ICLR 2020 (post-local SGD).
+    Reference: Stich, ICLR 2019; Lin et al., ICLR 2020; Basu et al., NeurIPS 2019 (compression).
 
     >>> from hvd_compress.systems import Ranks, rounds
     >>> ranks = Ranks(rounds.LocalSGD(sync_every=1), size=2)
-    >>> x = ranks.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}])
-    >>> x = ranks.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
-    >>> x[0]["w"]
-    array([-2.])
+    >>> x = ranks.before_step([{"w": np.array([1.0])}, {"w": np.array([3.0])}])
+    >>> ranks.after_step(x)[0]["w"]
+    array([2.])
     """
 
     sync_every: int = 8

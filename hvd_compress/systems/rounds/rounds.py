@@ -32,20 +32,20 @@ BUFFERS = ("keep", "average", "reset")
 
 
 class Exchange(NamedTuple):
-    """The exchange that begins after a step: of which fragment, and its how many-th, from 0."""
+    """The exchange that begins after a step: its fragment, and the number of exchanges of this
+    before it."""
 
     fragment: int
     round: int
 
 
 class Rounds(TrainingMethod):
-    """Ranks begin a round at the same ``anchor`` x0 and take local steps to x_i.  The differences
-    d_i = x0 - x_i, called pseudo-gradients, are averaged, and all ranks take the same outer step
-    from x0 along their average.
+    """The base of methods whose ranks begin a round at the same ``anchor`` x0 and take local steps
+    to x_i.  The differences d_i = x0 - x_i, called pseudo-gradients, are averaged.  All ranks take
+    the same outer step from x0 along their average.
 
     If the average is NaN or Inf, because a rank's parameters are, the round is lost: all ranks go
-    back to x0.  So does what the rank has of NaN and Inf in other fragments, which would lead there
-    again.
+    back to x0.  NaN and Inf in other fragments go back, too, since they would lead there again.
     """
 
     recovers = True
@@ -143,8 +143,9 @@ class Rounds(TrainingMethod):
 
 
 def cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return where to cut a list of tensors into parts of about equally many elements, none of them
-    empty unless there are no tensors; the first cut is 0, the last one the length.
+    """Return where to cut a list of tensors into parts of about equally many elements.
+
+    No part is empty unless there are no tensors; the first cut is 0, the last one the length.
 
     >>> cuts([4, 1, 1, 6], 2)
     [0, 3, 4]

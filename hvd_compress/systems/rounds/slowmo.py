@@ -15,12 +15,13 @@ from hvd_compress.systems.rounds.rounds import Rounds
 
 @dataclasses.dataclass(frozen=True)
 class SlowMo(Rounds, name="slowmo"):
-    """Local SGD with momentum across the rounds of H = ``sync_every`` local steps::
+    """Add momentum across the rounds of local SGD::
 
-        u = beta u + (x0 - mean of x_i) / gamma
-        x_i = x0 = x0 - alpha gamma u
+        method=hvd.SlowMo(sync_every=12, momentum=0.5)
 
-    with gamma the learning rate of the local step at which the round ends.
+    After H = ``sync_every`` local steps, with gamma the learning rate of the last one::
+
+        u = beta u + (x0 - mean of x_i) / gamma;  x_i = x0 = x0 - alpha gamma u
 
     State: ``anchor`` x0 and ``slow_momentum`` u, the same on all ranks.  Sent: x0 - x_i, through
     the compression, every H steps.
@@ -29,17 +30,15 @@ class SlowMo(Rounds, name="slowmo"):
         sync_every: H, the number of local steps between exchanges.
         momentum: beta, from 0 to 1.
         lr: alpha, 0 or more.
-        compression: of what is sent, for instance "topk:density=0.01".
-        buffers: what happens to the local optimizer's momentum at an exchange: "keep", "average"
-            or "reset".
+        compression: of differences, for instance "topk:density=0.01".
+        buffers: the local optimizer's momentum at an exchange: "keep", "average" or "reset".
 
     Reference: Wang et al., ICLR 2020.
 
     >>> from hvd_compress.systems import Ranks, rounds
     >>> ranks = Ranks(rounds.SlowMo(sync_every=1, momentum=0.5), size=2)
     >>> x = ranks.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}], rates={"w": 0.1})
-    >>> x = ranks.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])  # the ranks' local steps
-    >>> x[0]["w"]
+    >>> ranks.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])[0]["w"]
     array([-2.])
     """
 

@@ -19,35 +19,33 @@ from hvd_compress.transforms import momentum_feedback
 
 @dataclasses.dataclass(frozen=True)
 class SparseLoCo(Rounds, name="sparse_loco"):
-    """Local steps of any optimizer, then the largest elements of what they did, with an error
-    feedback that fades and takes the place of DiLoCo's outer momentum::
+    """Take local steps, then send the largest elements of the change, and keep the rest for later::
 
-        e_i = decay e_i + (x0 - x_i)          after H = sync_every local steps
-        d_i = the largest elements of e_i,    e_i = e_i - d_i
+        method=hvd.SparseLoCo(sync_every=100, density=0.03)
+
+    After H = ``sync_every`` local steps of any optimizer::
+
+        e_i = decay e_i + (x0 - x_i);  d_i = the largest elements of e_i;  e_i = e_i - d_i
         x0  = x0 - lr (mean of d_i over the ranks)
 
-    State: ``anchor`` x0, the same on all ranks; each rank has its e_i.  Sent: the elements of d_i
-    with their indices, to all.
+    State: ``anchor`` x0, the same on all ranks, and each rank's e_i, which replaces outer momentum.
 
     Args:
         sync_every: H, the number of local steps between two exchanges.
         density: fraction of elements to send, in (0, 1], or a schedule.
-        decay: of what was not sent, in [0, 1).
+        decay: of the elements that wait, in [0, 1).
         lr: the rate of the outer step; without momentum it has to be larger than DiLoCo's.
-        values: how elements are sent: "float32", "float16", "4bit" or a codec.
-        buffers: what happens to the local optimizer's state at an exchange: "keep", "average" or
-            "reset".
+        values: how elements are sent: "float32", "float16", "4bit" or a codec; the paper has 2
+            bits.
+        buffers: the local optimizer's state at an exchange: "keep", "average" or "reset".
 
-    Differs from the paper in: the largest elements are those of a tensor, not of chunks of it;
-    their values have 4 bits, where the paper has 2.
-
-    Reference: Sarfi et al., arXiv 2508.15706.
+    Reference: Sarfi et al., arXiv 2508.15706; here the largest are chosen per tensor, not per
+    chunk.
 
     >>> from hvd_compress.systems import Ranks, rounds
-    >>> ranks = Ranks(rounds.SparseLoCo(sync_every=1, density=0.5, values="float32"), size=2)
-    >>> x = ranks.before_step([{"w": np.zeros(2)}, {"w": np.zeros(2)}])
-    >>> x = ranks.after_step([{"w": np.array([-1.0, -0.5])}, {"w": np.array([-3.0, -0.5])}])
-    >>> x[0]["w"]  # 0 - 2 * the mean of 1 and 3; 0.5 waits
+    >>> ranks = Ranks(rounds.SparseLoCo(sync_every=1, density=0.5, values="float32"), size=1)
+    >>> x = ranks.before_step([{"w": np.zeros(2)}])
+    >>> ranks.after_step([{"w": np.array([-2.0, -0.5])}])[0]["w"]  # 0 - 2 * 2; 0.5 waits
     array([-4.,  0.])
     """
 

@@ -1,13 +1,13 @@
 """Asynchronous Leader SGD (Teng et al., 2019): a server counts steps and names the leaders.
 
-Workers take local steps at their own speed and report each loss, in a message of some bytes.  When
-all together have taken workers * ``local_every`` steps, the server asks the worker of each group
-with the smallest mean loss for its parameters, and the others of the group get them with the
-replies to their next reports; after workers * ``global_every`` steps so does everybody with those
-of the best of all.  So nobody waits for anybody, and fast workers take more steps.
+Workers take local steps at their own speed and report each loss, in a message of some bytes.  After
+workers * ``local_every`` steps of all together, the server asks the worker of each group with the
+smallest mean loss for its parameters.  The others of the group get them with the replies to their
+next reports.  After workers * ``global_every`` steps all workers get the parameters of the best of
+all.  So nobody waits for anybody, and fast workers take more steps.
 
 Options are those of :class:`hvd_compress.systems.rounds.LeaderSGD`, whose ranks are workers here;
-periods are steps per worker, on average.  A worker is pulled behind its local step, in full to a
+periods are steps per worker, on average.  A worker is pulled after its local step, in full to a
 leader that has just arrived.  A leader to whom nobody is pulled sends nothing, and a leader of a
 group is pulled to that of all.
 """
@@ -37,7 +37,7 @@ from hvd_compress.systems.servers.messages import (
 
 
 class Role(enum.IntFlag):
-    """Whom a worker leads, or whose leader is meant."""
+    """The workers that a worker leads, or whose leader is meant."""
 
     NONE = 0
     GROUP = 1

@@ -130,8 +130,8 @@ class ServerStats:
 
     Attributes:
         updates: steps of the optimizer.
-        pushes: gradients that arrived, of which ``dropped`` came too late, by worker, and
-            ``non_finite`` were NaN or Inf; neither was used.  Of Leader SGD, ``non_finite`` are the
+        pushes: gradients that arrived, by worker.  ``dropped`` of them came too late, and
+            ``non_finite`` were NaN or Inf; neither was used.  In Leader SGD, ``non_finite`` are the
             workers that ended so, which are not in the mean.
         staleness: numbers of gradients by the updates between their parameters and their use.
         bytes_up, bytes_down: of all messages with gradients, and with parameters.

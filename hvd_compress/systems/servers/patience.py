@@ -9,9 +9,9 @@ class Patience:
     """Finds the workers without which the others go on.  Times are seconds, of any clock.
 
     A worker is silent from the reply that it got until it sends something.  The others go on
-    without it when one of them has waited for a reply for ``timeout`` seconds meanwhile, or has
-    itself gone on for so long.  While all are silent there is nobody who could go on, so they may
-    be: a validation or a compilation on all workers takes as long as it takes.
+    without it when one of them has waited for a reply for ``timeout`` seconds meanwhile.  They do
+    so, too, when one has gone on for that long itself.  All may be silent, since nobody could go on
+    then: a validation on all workers takes as long as it takes.
 
     Workers that have left wait for the end: they do without the silent ones after ``at_end``.
 

@@ -68,7 +68,7 @@ class Rules(Configurable, kind="parameter server", name="rules"):
             raise ConfigError(f"backup={self.backup} needs mode='sync': in 'async' nobody waits")
 
     def check_workers(self, workers: int) -> None:
-        """Raise ``ConfigError`` unless the rules work with so many workers."""
+        """Raise ``ConfigError`` unless the rules fit the number of workers."""
         if self.backup >= workers:
             raise ConfigError(
                 f"backup={self.backup} of {workers} workers: a step takes a gradient of one at "

@@ -1,7 +1,7 @@
 """Codistillation: models that are trained at the same time teach each other.
 
-Every rank, or every group of ranks, trains a model of its own, and an auxiliary loss draws what it
-predicts to what the others predict.  No gradient travels between them: either predictions do, on
+Every rank, or every group of ranks, trains a model of its own, and an auxiliary loss draws its
+predictions to those of the others.  No gradient travels between them: either predictions do, on
 batches that all see, or the models themselves do, rarely.
 
 Nothing here knows a framework: who exchanges what and when, messages, schedules, the order of

@@ -88,7 +88,7 @@ class Codistiller:
 
     @property
     def counterparts(self) -> Counterparts:
-        """With whom this rank exchanges."""
+        """The ranks with which this rank exchanges."""
         return self.method.counterparts(self.owner.engine.rank, self.owner.engine.size)
 
     @property
@@ -119,12 +119,12 @@ class Codistiller:
         return CoordinatedSampler(examples, seed=seed, place=place, places=places, shuffle=shuffle)
 
     def arrays(self) -> Arrays:
-        """Return all of the model that a prediction needs and that training changes on any rank:
-        floats by name, with the same names, shapes and dtypes on all ranks."""
+        """Return the floats of the model by name that a prediction needs and training changes on
+        any rank.  Names, shapes and dtypes are the same on all ranks."""
         return {}
 
     def changing(self) -> Sequence[str]:
-        """Return the names of those arrays that still change.  What is frozen is sent once, and
+        """Return the names of those arrays that still change.  A frozen array is sent once, and
         again after it has changed."""
         return list(self.arrays())
 
@@ -217,8 +217,8 @@ class Codistiller:
         return self.owner.state_dict(exchange=self.method.exchange)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned on this rank.  What another rank returned has
-        the step alone: there are no teachers then until the next exchange.
+        """Restore the result of :meth:`state_dict` on this rank.  The result of another rank
+        restores the step alone: there are no teachers then until the next exchange.
 
         Raises:
             ConfigError: it belongs to another model or version, or it is damaged; then nothing has

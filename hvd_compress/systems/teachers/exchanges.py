@@ -44,8 +44,8 @@ class Counterparts(NamedTuple):
 
     @classmethod
     def of(cls, groups: Groups, rank: int) -> Counterparts:
-        """A rank learns from the one in its place of each other group, counted round if that group
-        has fewer."""
+        """Return the counterparts of a rank: the rank at the same place of each other group.
+        Groups with fewer ranks are counted round."""
         own = next(group for group in groups if rank in group)
         place = own.index(rank)
         others = [group for group in groups if group is not own]

@@ -11,8 +11,8 @@ name                what is averaged over teachers    loss of an example
 ``mse``             t = mean of z_j                   mean of (z - t)^2 over the outputs
 ==================  ================================  =============================================
 
-and the mean over examples.  The first two have the same gradient; so have the average of a loss
-over the teachers and, up to a constant, the loss to the average as it is taken here.
+and the mean over examples.  The first two have the same gradient.  Up to a constant, the loss to
+the average has the gradient of the averaged losses, too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Codistillation with its options (Anil et al., 2018; Sodhani et al., 2020), and schedules of the
-weight of the distillation loss, and of the weight decay beside it."""
+"""Codistillation with its options, and schedules of the distillation loss and of weight decay.
+
+References: Anil et al., 2018; Sodhani et al., 2020.
+"""
 
 from __future__ import annotations
 
@@ -103,13 +105,14 @@ class Decay(Weight, name="decay"):
 
 @dataclasses.dataclass(frozen=True)
 class WeightDecay(Configurable, kind="weight decay", name="weight_decay"):
-    """The weight decay of the optimizers beside codistillation, which regularises itself: the first
-    of ``values``, and the next one after each of the steps ``at_steps``, those at which the
-    learning rate drops.
+    """The weight decay of the optimizers during codistillation, which regularises itself.
+
+    It is the first of ``values``, and the next one after each of the steps ``at_steps``.
 
     Args:
         values: one more than there are ``at_steps``, each 0 or more.
-        at_steps: numbers of steps, from 1, ascending.
+        at_steps: numbers of steps, from 1, ascending, such as those at which the learning rate
+            drops.
 
     Raises:
         ConfigError: an option makes no sense.
@@ -155,43 +158,31 @@ def as_weight(value: Any) -> float | Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Codistillation(Configurable, kind="codistillation", name="codistillation"):
-    """Models i that are trained at the same time, and teach each other::
+    """Train a model per rank or group, and let the models teach each other::
+
+        codistillation = hvd.Codistillation(model, exchange="checkpoints", every=50, burn_in=1000)
+
+    The loss after the burn-in, with the gradient through the own prediction only::
 
         loss_i = task loss_i + alpha D(F(x; theta_i), mean of F(x; theta_j) over the others j)
 
-    in steps after the burn-in; the gradient goes through the model's own prediction only.
-
-    With ``exchange="checkpoints"`` models are sent to each other every T = ``every`` steps, first
-    after the burn-in.  A rank keeps those that it received, one of each other model, and predicts
-    with them, in inference mode, on its own batch: the ranks' batches may differ.  Sent: the
-    floating-point parameters and buffers of a model, once for each rank that learns from it.
-
-    With ``exchange="predictions"`` all have the same batch, and send their predictions on it; in
-    every step, or in each T-th, and the other steps are without distillation.
-
-    Teachers whose predictions are NaN or Inf are left out of the mean in that step; if none is
-    left, the loss is the task's.
+    "checkpoints" sends models to each other every T = ``every`` steps; a rank predicts with the
+    last ones that it got, on its own batch.  "predictions" sends predictions on the batch that all
+    ranks have.  Teachers with NaN or Inf are left out of the mean.
 
     Args:
         exchange: "checkpoints" or "predictions".
         every: T; ``None`` for 50 with checkpoints and 1 with predictions.
-        burn_in: the number of steps without distillation in the beginning.
+        burn_in: the number of first steps without distillation.
         weight: alpha, a number or a schedule: :class:`Ramp` or :class:`Decay`.
-        loss: D, "cross_entropy", "kl", "reverse_kl" or "mse"; see
-            :mod:`hvd_compress.systems.teachers.losses`.
-        groups: lists of ranks, or the number of ranks that make a group; the ranks of a group have
-            one model, which they train data parallel.  ``None`` for a model on each rank.
+        loss: D, "cross_entropy", "kl", "reverse_kl" or "mse".
+        groups: lists of ranks, or their size; a group trains one model.  ``None``: a model per
+            rank.
         values: "float16" to send floats in 16 bits; ``None`` for their own dtype.
-        delay: the number of steps that an exchange of checkpoints may travel, less than T, while
-            the previous ones are used; teachers are at most T - 1 + ``delay`` steps old.
+        delay: the number of steps that checkpoints may travel, less than T.
         weight_decay: a :class:`WeightDecay`, of the optimizers; ``None`` to leave theirs alone.
 
-    Differs from the papers in: predictions may be exchanged in every T-th step only; 16 bits on the
-    wire; a warm start of the weight.
-
-    Reference: Anil et al., ICLR 2018; Sodhani et al., 2020.
-
-    Of the options alone, with steps counted from 1:
+    Reference: Anil et al., ICLR 2018; Sodhani et al., 2020.  A T, 16 bits and a ramp are ours.
 
     >>> from hvd_compress.systems.teachers import Codistillation
     >>> method = Codistillation(every=50, burn_in=100, weight=0.5)
@@ -253,11 +244,11 @@ class Codistillation(Configurable, kind="codistillation", name="codistillation")
         return step > self.burn_in and (step - self.burn_in - 1) % self.period == 0
 
     def counterparts(self, rank: int, size: int) -> Counterparts:
-        """Return with whom a rank of so many exchanges.
+        """Return with whom a rank exchanges, given the number of ranks.
 
         Raises:
-            ConfigError: the groups are not of so many ranks; or differ in size, so that ranks that
-                exchange predictions could not have the same batches.
+            ConfigError: the groups do not fit this number; or they differ in size, so that ranks
+                that exchange predictions could not have the same batches.
         """
         groups = groups_of(1 if self.groups is None else self.groups, size)
         if self.exchange == "predictions" and len(set(map(len, groups))) > 1:
