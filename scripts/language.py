@@ -41,6 +41,7 @@ EXCEPTIONS: dict[str, str] = {}
 #: what a sentence has at most; code in backquotes is one word
 WORDS = 25
 
+
 class Text(NamedTuple):
     """A paragraph, an entry of a list, or a message."""
 
@@ -48,6 +49,7 @@ class Text(NamedTuple):
     text: str
     #: "page", "docstring", "property" or "message"
     kind: str
+
 
 class Finding(NamedTuple):
     file: str
@@ -57,6 +59,7 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.rule}: {self.sentence}"
+
 
 # --- Rules
 
@@ -89,6 +92,7 @@ _NO_NOUN = re.compile(
     "|If|Make|Set|Made|Added|Sent|Read|Look)\\b"
 )
 
+
 def findings_in(texts: Iterable[Text], file: str) -> Iterator[Finding]:
     for text in texts:
         for number, (line, sentence) in enumerate(sentences(text)):
@@ -96,6 +100,7 @@ def findings_in(texts: Iterable[Text], file: str) -> Iterator[Finding]:
                 continue
             for rule in broken_rules(sentence, text.kind, first=number == 0):
                 yield Finding(file, line, rule, sentence)
+
 
 def broken_rules(sentence: str, kind: str, first: bool = True) -> Iterator[str]:
     """Name the rules that a sentence breaks, ``first`` that of its docstring or not."""
@@ -109,16 +114,20 @@ def broken_rules(sentence: str, kind: str, first: bool = True) -> Iterator[str]:
     if kind == "property" and first and _NO_NOUN.match(sentence):
         yield "a property is a noun phrase"
 
+
 def words(sentence: str) -> int:
     return sum(bool(re.search(r"\w", word)) for word in _shown(sentence).split())
+
 
 def _shown(sentence: str) -> str:
     """A sentence with each piece of code as one word."""
     return re.sub(r"(`+)(.+?)\1", "code", sentence)
 
+
 _END = re.compile(r"""[.!?][)"'*_]*\s+(?=[\W_]*[A-Z0-9`]|["'(]+\w)""")
 #: an end with a point that is none
 _SHORT = re.compile(r"\b(?:e\.g|i\.e|et al|vs|Fig|Eq|Sec|approx|cf|[A-Z])\.$")
+
 
 def sentences(text: Text) -> Iterator[tuple[int, str]]:
     """Yield each sentence of a text with its line."""
@@ -135,7 +144,9 @@ def sentences(text: Text) -> Iterator[tuple[int, str]]:
             yield text.line + text.text.count("\n", 0, begins), sentence
         start = stop
 
+
 # --- Pages
+
 
 def texts_of_page(text: str) -> Iterator[Text]:
     """Yield the prose of a page in Markdown: no headings, tables, code, comments or targets."""
@@ -158,10 +169,13 @@ def texts_of_page(text: str) -> Iterator[Text]:
             start = start if lines else number
             lines.append(line[item.end() :] if item else line.strip().lstrip("> "))
 
+
 def _blank(found: re.Match[str]) -> str:
     return "\n" * found[0].count("\n")
 
+
 # --- Programs
+
 
 def texts_of_program(text: str) -> Iterator[Text]:
     """Yield docstrings and the messages of errors and warnings."""
@@ -175,14 +189,17 @@ def texts_of_program(text: str) -> Iterator[Text]:
                 if message := _message(argument):
                     yield Text(argument.lineno, message, "message")
 
+
 def _is_property(node: ast.AST) -> bool:
     decorators = getattr(node, "decorator_list", [])
     return any(ast.unparse(each).endswith("property") for each in decorators)
+
 
 def _says(call: ast.Call) -> bool:
     """Whether a call makes an error or a warning."""
     name = ast.unparse(call.func).rpartition(".")[2]
     return bool(re.search(r"(Error|Warning|Exception|NeedsTuning|^warn|^exit)$", name))
+
 
 def _message(node: ast.AST) -> str:
     """The text that an expression is, its values as a piece of code; empty if it is none."""
@@ -194,6 +211,7 @@ def _message(node: ast.AST) -> str:
         left, right = _message(node.left), _message(node.right)
         return (left or "`x`") + (right or "`x`") if left or right else ""
     return ""
+
 
 def texts_of_docstring(doc: str, line: int, kind: str) -> Iterator[Text]:
     """Yield the paragraphs and entries of a docstring that begins in a line of its file."""
@@ -221,15 +239,19 @@ def texts_of_docstring(doc: str, line: int, kind: str) -> Iterator[Text]:
             found, literal = [], _indent(each) + 1
     yield from _as_text(found, line + start, kind)
 
+
 _TITLE = re.compile(r" *[A-Z]\w*(?: \w+)?: *")
 _ENTRY = re.compile(r" *(?:[-*] +|(?:``.+?``|[*\w., ]+?): )")
+
 
 def _begins_entry(line: str, first: str) -> bool:
     """Whether a line begins an entry of the list that ``first`` is an entry of."""
     return bool(_ENTRY.match(line) and _ENTRY.match(first) and _indent(line) == _indent(first))
 
+
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
+
 
 def _as_text(lines: list[str], line: int, kind: str) -> Iterator[Text]:
     """A paragraph without what is no prose: tables, references and the names of entries."""
@@ -240,7 +262,9 @@ def _as_text(lines: list[str], line: int, kind: str) -> Iterator[Text]:
         text = re.sub(_ENTRY, "", text, count=1)
     yield Text(line, re.sub(r":(?:class|func|meth|mod|attr|data):`", "`", text), kind)
 
+
 # --- Files
+
 
 def files_of(paths: Iterable[str]) -> Iterator[Path]:
     """Yield the pages and programs that paths name, those of folders included."""
@@ -251,11 +275,13 @@ def files_of(paths: Iterable[str]) -> Iterator[Path]:
         found = [path] if path.is_file() else sorted(path.rglob("*"))
         yield from (file for file in found if file.suffix in {".md", ".py"})
 
+
 def findings_of(file: Path) -> list[Finding]:
     texts = texts_of_page if file.suffix == ".md" else texts_of_program
     name = str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)
     found = findings_in(texts(file.read_text()), name)
     return sorted(found, key=lambda finding: finding.line)
+
 
 def main() -> None:
     paths = [str(Path(each).resolve()) for each in sys.argv[1:]] or CHECKED
@@ -264,6 +290,7 @@ def main() -> None:
         print(finding)
     if found:
         sys.exit(f"language: error: {len(found)} sentences break a rule")
+
 
 if __name__ == "__main__":
     main()
