@@ -18,6 +18,7 @@ from hvd_compress import DGC, as_compressor, config, method_names
 from hvd_compress.cli.costs import costs, costs_of_defaults
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.reduce import Reducer
+from hvd_compress.studies.step_sizes import kept_by_top_k
 from hvd_compress.testing import check_laws
 from mpi_examples.study import spread
 from tests import jobs
@@ -95,6 +96,14 @@ def test_memory_in_the_page_is_what_was_measured():
     assert len(rows) > 5
     for name, *figures in rows:
         assert figures == [f"{figure:.1f}" for figure in measured("memory")[name].values()], name
+
+
+def test_shares_that_top_k_keeps_are_those_of_the_formulas():
+    text = " ".join((ROOT / "docs/biased-compression.md").read_text().split())
+    uniform, normal, exponential = (
+        f"{kept_by_top_k(0.01, inputs):.3f}" for inputs in ("uniform", "normal", "exponential")
+    )
+    assert f"It keeps {uniform} of uniform inputs, {normal} of normal and {exponential} of" in text
 
 
 def test_the_table_of_a_wide_network_is_of_its_runs():

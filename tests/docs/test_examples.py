@@ -526,6 +526,9 @@ def test_all_systems():
     assert rows["dense"][:4] == ["4.1 MiB", "4.1 MiB", "1.0", "4.1 MiB"]
     # Three workers send a gradient each; the server sends them as many bytes back.
     assert rows["server"][:4] == ["6.2 MiB", "12.3 MiB", "0.7", "6.2 MiB"]
+    page = (ROOT / "docs/systems.md").read_text()
+    for name, (sent, _, ratio, *_) in rows.items():
+        assert re.search(rf"^\| `{name}` \| .* \| {sent} \| {ratio}x \|$", page, re.MULTILINE)
     # The same images, weights and mean of gradients: rounding is all that differs.
     losses, accuracies = ([float(end[at]) for end in rows.values()] for at in (4, 5))
     assert min(accuracies) > 30

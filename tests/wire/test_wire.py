@@ -28,9 +28,12 @@ from tests.frames import sealed
 VALUES = ("float16", "float32", "float64")
 
 
-def test_the_page_has_the_version_of_the_frames():
+def test_the_page_has_the_version_and_the_kinds_of_frames():
     page = (Path(__file__).parents[2] / "docs/wire-format.md").read_text()
     assert re.search(r"version, (\d+)", page)[1] == str(header.VERSION)
+    rows = page.partition("\n| kind |")[2].partition("\n\n")[0].splitlines()[2:]
+    kinds = [int(kind) for row in rows for kind in re.findall(r"\d", row.split("|")[1])]
+    assert kinds == [*header.Kind]
 
 
 def frame_of(indices, values, n, dtype="float32", codec="int32"):
