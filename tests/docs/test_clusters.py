@@ -235,6 +235,38 @@ def test_directives_stand_in_front_of_all_commands(file):
         assert int(chunk["ncpus"]) == int(chunk["mpiprocs"]) * int(chunk["ompthreads"])
 
 
+#: stands in for Slurm, which starts two tasks, and for programs, which print what they are told
+STAND_INS = {
+    "scontrol": r"printf 'node1\nnode2\n'",
+    "srun": "while [[ $1 == --* ]]; do shift; done\n"
+    'for i in 0 1; do SLURM_PROCID=$i SLURM_LOCALID=$i SLURM_NODEID=0 "$@" & done; wait',
+    "python": 'echo "$RANK $LOCAL_RANK of $WORLD_SIZE, $GROUP_RANK, $MASTER_ADDR:$MASTER_PORT $*"',
+    "torchrun": 'echo "$*"',
+}
+
+
+def test_slurm_scripts_of_ddp_say_which_rank_is_which(tmp_path):
+    for name, body in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"CPUS_PER_TASK": "8", "NTASKS": "2", "NNODES": "8", "JOB_ID": "7"}
+    settings = {f"SLURM_{name}": value for name, value in slurm.items()}
+    settings |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "node[1-2]"}
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/ddp.md").read_text(), re.DOTALL)
+    by_torchrun, by_python = (
+        subprocess.run(
+            ["bash", "-c", block], env=settings, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+        for block in blocks
+    )
+    assert by_torchrun[0] == (
+        "--nnodes 8 --nproc-per-node 4 --rdzv-id 7 --rdzv-backend c10d "
+        "--rdzv-endpoint node1:29500 train.py"
+    )
+    expected = [f"{rank} {rank} of 2, 0, node1:29500 train.py" for rank in (0, 1)]
+    assert sorted(by_python) == expected
+
+
 def test_pbs_script(tmp_path):
     nodes = tmp_path / "nodes"
     nodes.write_text("a\na\nb\nb\n")
