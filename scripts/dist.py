@@ -60,7 +60,9 @@ def copy_sources(folder: Path) -> None:
 
 
 def absolute(page: str, address: str, tag: str) -> str:
-    """Return a page of Markdown whose relative links and pictures lead into a repository."""
+    """Return a page of Markdown whose relative links and pictures lead into a repository, and which
+    names its address."""
+    page = page.replace("<repository URL>", address)
     page = re.sub(r"(!\[[^\]]*\]\()(?!https?:|#)", rf"\g<1>{address}/raw/{tag}/", page)
     return re.sub(r"((?<!\!)\[[^\]]*\]\()(?!https?:|#)", rf"\g<1>{address}/blob/{tag}/", page)
 
