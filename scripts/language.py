@@ -52,6 +52,8 @@ CHECKED = (
     "hvd_compress/systems",
     *(f"hvd_compress/{name}.py" for name in ("base", "chain", "config", "errors", "stats")),
     "scripts",
+    "tf",
+    *(f"torch_impl/{name}" for name in ("mpi", "optimizers", "state", "studies", "systems")),
 )
 #: parts of sentences that break a rule for a good reason
 EXCEPTIONS: dict[str, str] = {}
@@ -258,12 +260,15 @@ def texts_of_docstring(doc: str, line: int, kind: str) -> Iterator[Text]:
 
 
 _TITLE = re.compile(r" *[A-Z]\w*(?: \w+)?: *")
-_ENTRY = re.compile(r" *(?:[-*] +|(?:``.+?``|[*\w., ]+?): )")
+_NAME = r"\*{0,2}[\w.]+"
+_ENTRY = re.compile(rf" *(?:[-*] +|(?:``.+?``|{_NAME}(?:,\s+{_NAME})*): )")
+_NAMES = re.compile(rf" *{_NAME}(?:, {_NAME})*,")  # the first line of many
 
 
 def _begins_entry(line: str, first: str) -> bool:
     """Whether a line begins an entry of the list that ``first`` is an entry of."""
-    return bool(_ENTRY.match(line) and _ENTRY.match(first) and _indent(line) == _indent(first))
+    begins = [_ENTRY.match(each) or _NAMES.fullmatch(each) for each in (line, first)]
+    return all(begins) and _indent(line) == _indent(first)
 
 
 def _indent(line: str) -> int:

@@ -38,26 +38,23 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
 class Binding(BindingState):
-    """A method with its state for some variables.
+    """A method with its state for some variables, as ``hvd.bind`` and ``optimizer.compression``
+    return it::
+
+        binding = hvd.bind(hvd.TopK(density=0.01), model.trainable_variables)
+        print(binding.stats().line())
 
     ``tf.train.Checkpoint(model=model, compression=binding)`` saves and restores it; see
     :mod:`.saved_state`.
 
     Args:
-        runtime: what carries the exchanges.
+        runtime: carries the exchanges.
         compression: a method, its class, its name, or a text such as "dgc:density=0.01".
         slots: the variables.
         options: Horovod's, those of a call without them; ``groups`` are lists of indices into
             ``slots`` that are sent together, or the number of lists.
         momentum, nesterov: of the optimizer, which must not apply them again.
         alone: a world of one, for gradients that stay on their rank.
-
-    Attributes:
-        store: the state, and the only owner of the four that follow.
-        method: the compressor in use.
-        step: the number of exchanges so far.
-        epoch: the one that was announced, -1 if none was.
-        seed: of random numbers that the ranks share.
 
     >>> w = tf.Variable(tf.ones(1000))
     >>> binding = hvd.bind(hvd.TopK(density=0.01), [w])
@@ -275,8 +272,8 @@ class Binding(BindingState):
         return self._engine_after(agreed)
 
     def _in_phase(self, engine: Engine, gradients: Mapping[int, Any], norm: Any) -> Exchanged:
-        """Exchange with the densities of now: a graph has a branch for each stage of a schedule, or
-        for each phase of a method that has some."""
+        """Exchange with the densities of now.  A graph has a branch for each stage of a schedule,
+        or for each phase of a method that has some."""
         step = self.step.value()
         exchange = functools.partial(self._exchange, engine, gradients, step, norm)
         if self.method.phases:

@@ -5,8 +5,8 @@
     @hvd.elastic.run
     def train(state): ...
 
-The residuals of a compression are part of the state, and the number of ranks is part of a graph:
-when it changes, graphs of Keras are made again.  A ``tf.function`` of your own that exchanges
+The residuals of a compression are part of the state.  The number of ranks is part of a graph, so
+graphs of Keras are made again when it changes.  A ``tf.function`` of your own that exchanges
 gradients must be made inside ``train``.
 """
 
@@ -55,7 +55,7 @@ class TensorFlowKerasState(ObjectState):
         if hasattr(self.optimizer, "synchronize_parameters"):
             raise UnsupportedError(
                 "ranks whose parameters differ between synchronizations have no common state that "
-                "an elastic run could go back to: use hvd.OneBitAdam in place of hvd.ZeroOneAdam"
+                "an elastic run could go back to: use hvd.OneBitAdam instead of hvd.ZeroOneAdam"
             )
         if hasattr(self.optimizer, "build"):  # new workers need all that others have
             self.optimizer.build(model.trainable_variables)
@@ -103,9 +103,9 @@ class TensorFlowKerasState(ObjectState):
 
 
 def wrap_run(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Horovod's ``run``, which knows only some of its collectives by name, such that it
-    takes the failure of any for the loss of a worker, and training starts again from the last
-    commit."""
+    """Return Horovod's ``run``, which takes the failure of any collective for the loss of a worker.
+    Training then starts again from the last commit.  Horovod's own knows only some collectives by
+    name."""
 
     @functools.wraps(run)
     def wrapped(func: Callable[..., Any]) -> Any:

@@ -79,8 +79,8 @@ class HorovodEngine(ProcessSetEngine):
         """Return ``result`` such that the graph reads all replies.  A graph leaves out collectives
         whose replies are not read, and other ranks would wait for them.
 
-        Control dependencies alone do not help: the graph's optimizer takes an operation that has
-        nothing else behind it for one that does nothing.  It leaves assertions alone, and so this
+        Control dependencies alone do not help: the graph's optimizer takes an operation without
+        further inputs for one that does nothing.  It leaves assertions alone, and so this
         one reads an element of each reply.
         """
         read = [tf.reshape(tf.nest.flatten(x)[0], [-1])[:1] for x in replies]
@@ -143,8 +143,8 @@ def _opaque(x: tf.Tensor, agreed: tf.Tensor | None) -> tf.Tensor:
     is.
 
     The optimizer takes collectives for functions of their input.  If that is constant, it runs them
-    while it optimizes, when other ranks do not; and of two with one input it makes one, though
-    Horovod tells them apart by their names.
+    while it optimizes, when other ranks do not.  It also merges two with one input, though Horovod
+    tells them apart by their names.
     """
     if tf.executing_eagerly():
         return x

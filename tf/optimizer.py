@@ -2,7 +2,7 @@
 
 Horovod's own relies on hooks that Keras 3 no longer calls: under ``model.fit`` every rank trains
 alone.  Here a class is made from the class of the user's optimizer, with its name, so that saved
-models load without this package; it averages the gradients in ``apply``, which Keras always calls.
+models load without this package.  It averages the gradients in ``apply``, which Keras always calls.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ def _with_loss_scale(optimizer: Any) -> Any:
 class Distribution:
     """How one optimizer of Keras averages gradients: what it was told, and which variables it has.
 
-    It is an attribute of the optimizer into which neither Keras nor TensorFlow looks for variables,
-    and it does not hold the optimizer, which would outlive its last use.
+    It is an attribute of the optimizer, and neither Keras nor TensorFlow looks for variables in it.
+    It does not hold the optimizer, which would outlive its last use.
 
     Attributes:
         runtime, method, options: see :func:`distribute`.
@@ -326,7 +326,7 @@ class Distribution:
 
     def velocities(self, optimizer: Any) -> Iterator[tuple[Any, str, float]]:
         """Yield momentum slots that are off, the places of the states whose velocities act instead,
-        and the slot for a velocity of 1: Keras's slots contain the learning rate, and our
+        and the slot for a velocity of 1.  Keras's slots contain the learning rate, and our
         velocities, if Nesterov, the momentum."""
         inner, binding = inner_of(optimizer), optimizer.compression
         if not self.takes_momentum or not getattr(inner, "momentums", None):
@@ -393,8 +393,8 @@ class NotInLossScaling:
     """Mixed into the class of an optimizer: once it is set up, wrapping it is an error.
 
     A ``LossScaleOptimizer`` looks for NaN and Inf before gradients are averaged: some ranks would
-    step, and others wait for them.  It marks what it wraps: that of Keras 3 switches off the loss
-    scaling of the optimizer itself, and that of tf_keras says that it wraps it.
+    step, and others wait for them.  It marks the optimizer that it wraps: in Keras 3 by
+    switching its loss scaling off, in tf_keras by an attribute.
     """
 
     #: what to write instead

@@ -1,8 +1,9 @@
 """Registration with Horovod, so that ``import horovod.tensorflow as hvd`` works with this package.
 
-The public functions that take a compressor are wrapped when this package is imported; calls without
-this package's compressors are passed on unchanged, after ranks have compared HVD_COMPRESSION.  No
-file of Horovod is changed; docs/design.md says what of its private parts is replaced.
+The public functions that take a compressor are wrapped when this package is imported.  Calls
+without this package's compressors are passed on unchanged, after ranks have compared
+HVD_COMPRESSION.  No file of Horovod is changed; docs/design.md lists the private parts that are
+replaced.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ def register(hvd: Any) -> None:
 
 
 def register_keras(hvd: Any, replacements: Mapping[str, Mapping[str, Any]]) -> None:
-    """Wrap what meets an optimizer in ``horovod.tensorflow.keras`` or ``horovod.keras``.
+    """Wrap the functions that meet an optimizer in ``horovod.tensorflow.keras`` or
+    ``horovod.keras``.
 
     Args:
-        replacements: by submodule, classes that know Keras 3 in place of those that do not.
+        replacements: by submodule, classes that know Keras 3, for those that do not.
     """
     if hasattr(hvd, _DONE):
         return
@@ -86,7 +88,7 @@ def _guard(impl: Any) -> None:
             raise UnsupportedError(
                 "Horovod's own DistributedOptimizer does not exchange gradients under Keras 3: "
                 "every rank would train for itself. Write `import hvd_compress.tensorflow.keras as "
-                "hvd`, whose DistributedOptimizer does; or, behind the import of hvd_compress, "
+                "hvd`, whose DistributedOptimizer does; or, after the import of hvd_compress, "
                 "compression=hvd_compress.NoCompression"
             )
         return make(keras, optimizer, *args, **kwargs)
@@ -108,21 +110,27 @@ def wrap_optimizer(
 
     @in_place_of(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        """Return a new optimizer like ``optimizer`` that averages gradients over the ranks, or one
-        that trains by a ``method`` such as ``hvd.LocalSGD(sync_every=8)``.
+        """Return a new optimizer like ``optimizer`` that steps along compressed averages over the
+        ranks::
+
+            sgd = keras.optimizers.SGD(0.1)
+            optimizer = hvd.DistributedOptimizer(sgd, compression=hvd.TopK(density=0.01))
+
+        With ``method=hvd.LocalSGD(sync_every=8)`` it trains by that method instead.
 
         Args:
             optimizer: of Keras 3, or of tf_keras.
             compression: a method such as ``hvd.DGC``, an instance, its name, or a text such as
-                "dgc:density=0.01"; the optimizer is this package's then, as always under Keras 3.
-                With Horovod's own, and with none unless ``HVD_COMPRESSION`` names one, those of
-                tf_keras are Horovod's.
-            op, groups, sparse_as_dense, gradient_predivide_factor, device_dense, device_sparse: as
-                in Horovod: ``hvd.Average`` or ``hvd.Sum``, what is sent together, whether sparse
-                gradients are made dense, what is divided by before adding, and where.
+                "dgc:density=0.01"; then, and under Keras 3, the optimizer is this package's.  With
+                Horovod's own those of tf_keras are Horovod's.  ``HVD_COMPRESSION`` names a default.
+            op: ``hvd.Average`` or ``hvd.Sum``.
+            groups: variables that are sent together, as in Horovod.
+            sparse_as_dense: make sparse gradients dense before they are exchanged.
+            gradient_predivide_factor: divide by it before adding and by the rest afterwards.
+            device_dense, device_sparse: where exchanges are computed, as for ``tf.device``.
             seed: for randomness that the ranks share.
-            method: a training method, for Keras 3, which sends no gradients; options of these are
-                left out then.
+            method: a training method, for Keras 3, which sends no gradients and takes no options of
+                these.
 
         Raises:
             ConfigError, UnsupportedError: an option has a value that cannot be honoured.

@@ -50,8 +50,8 @@ def exchange_rows(
     Args:
         shape: of the variable.
         rows: what is sent.
-        residual: of the whole matrix, flat, if ``rows.keeps_residual``.  What changes of it is in
-            the outcome's state, as ``IndexedSlices``.
+        residual: of the whole matrix, flat, if ``rows.keeps_residual``.  Its changes are in the
+            outcome's state, as ``IndexedSlices``.
     """
     own, width = merged(gradient), shape[1:].num_elements()
     average = functools.partial(exchange, rows, n=shape[0], context=context, merge=_merge)

@@ -1,5 +1,8 @@
-"""The surroundings of a binding to TensorFlow: the runtime that carries exchanges, Horovod or MPI
-alone; values that ranks must have in common; and checks of where it is called."""
+"""The surroundings of a binding to TensorFlow.
+
+These are the runtime that carries exchanges, Horovod or MPI alone; values that ranks must have in
+common; and checks of where it is called.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +76,8 @@ class Runtime(Protocol):
         """Return a tensor that is there only after all ranks are known to agree; see
         :mod:`hvd_compress.agreement`.
 
-        When the graph runs and they do not, it fails on every rank with a ``MismatchError``, which
-        TensorFlow shows inside of an error of its own.
+        If the ranks differ when the graph runs, it fails on every rank with a ``MismatchError``.
+        TensorFlow shows it inside of an error of its own.
 
         Args:
             common: what ranks must have in common.
@@ -131,9 +134,9 @@ def _text(name: str, x: Any) -> str:
 
 
 def check_context() -> None:
-    """Raise unless what is traced now, if anything, may exchange gradients: a function that XLA
-    compiles can run neither Horovod's collectives nor Python, and graphs of TensorFlow 1 run later.
-    """
+    """Raise unless the graph that is traced now, if any, may exchange gradients.  A function that
+    XLA compiles can run neither Horovod's collectives nor Python, and graphs of TensorFlow 1 run
+    later."""
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise UnsupportedError(
             "gradients cannot be exchanged inside a function that XLA compiles: leave "

@@ -4,9 +4,9 @@ A state comes back from a file of Keras or of ``tf.train.Checkpoint``, from a co
 other ranks, or from a plain optimizer.  All of these end in :meth:`BindingState.restore`, which
 checks everything before it assigns any.
 
-Keras saves an optimizer's attributes that can be saved, each in a place of its own, and looks when
-loading only for those that it knows: a plain optimizer finds its own variables, no more and no
-less, and does not notice these.
+Keras saves an optimizer's attributes that can be saved, each in a place of its own.  On loading it
+looks for those that it knows only.  A plain optimizer finds its own variables, and does not notice
+these.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class BindingState(tf.train.experimental.PythonState):
     @property
     def number(self) -> int:
         """The number of this binding among all, by first use, which is in the same order on all
-        ranks: names of collectives begin with it, since variables of two models may have the same
+        ranks.  Names of collectives begin with it, since variables of two models may have the same
         names."""
         if self._number is None:
             self._number = BindingState._next_number
@@ -113,7 +113,7 @@ class BindingState(tf.train.experimental.PythonState):
     # -- ranks that get the same -------------------------------------------------------------
 
     def consolidate(self) -> None:
-        """Give every rank the mean of the entries that differ between ranks: the mean residual is
+        """Give every rank the mean of the entries that differ between ranks.  The mean residual is
         kept, and any number of ranks can load a checkpoint of one rank.
 
         This is a collective: call it on every rank before rank 0 saves.
@@ -153,8 +153,8 @@ class BindingState(tf.train.experimental.PythonState):
 
     def broadcast(self, root_rank: int = 0) -> None:
         """Give all ranks the state of ``root_rank`` if they have come to different steps, because
-        not all have loaded a checkpoint.  Of what differs between ranks, all get the mean over the
-        ranks, for which those that are at other steps have nothing.  This is a collective."""
+        not all have loaded a checkpoint.  Entries that differ between ranks become the mean over
+        the ranks; those at other steps have nothing.  This is a collective."""
         for binding in self.on_behalf:
             binding.broadcast(root_rank)
         if self.engine.size == 1:
@@ -172,8 +172,8 @@ class BindingState(tf.train.experimental.PythonState):
         )
 
     def unite(self) -> None:
-        """Give all ranks the state of rank 0 and, of what differs between ranks, the mean over
-        those that have made a step, since in an elastic run new ranks have no residual.  This is a
+        """Give all ranks the state of rank 0.  Entries that differ between ranks become the mean
+        over those that have made a step, since in an elastic run new ranks have no residual. A
         collective."""
         if self.engine.size == 1:
             return
@@ -191,8 +191,8 @@ class BindingState(tf.train.experimental.PythonState):
     def _share(
         self, differing: Mapping[str, tf.Variable], counts: Any, root_rank: int, part: Any = 1.0
     ) -> None:
-        """Restore the root's state on all ranks and, of what differs, the sum over the ranks that
-        count, divided by the number of all ranks and by ``part``; a collective."""
+        """Restore the root's state on all ranks.  Entries that differ become the sum over the ranks
+        that count, divided by the number of all ranks and by ``part``; a collective."""
         # Multiplied by 0, a NaN would stay one.
         own = {name: tf.where(counts, x, tf.zeros_like(x)) for name, x in differing.items()}
         entries = {
@@ -327,8 +327,8 @@ class BindingState(tf.train.experimental.PythonState):
 
         Args:
             saved: its header.
-            entries: arrays or eager tensors by flat names.  Missing ones begin anew, and those that
-                the method has no use for are dropped.
+            entries: arrays or eager tensors by flat names.  Missing ones begin again;
+                entries that the method has no use for are dropped.
             factor: this rank's share of entries that differ between ranks.
 
         Raises:

@@ -33,9 +33,9 @@ class VariableStore:
     """All that a binding keeps from step to step: the only owner of method, seed, step and epoch.
 
     A graph is traced once and runs many times.  The method, the seed and the momentum are constants
-    of a graph; the step, the epoch and the states change from run to run, so they are
-    ``tf.Variable``s.  A reducer owns nothing here: each branch of a graph has one of its own, which
-    gets the method with the densities of the branch, and the step as a symbol, and is dropped when
+    of a graph.  The step, the epoch and the states change from run to run, so they are
+    ``tf.Variable``s.  A reducer owns nothing here: each branch of a graph has one of its own.  It
+    gets the method with the densities of the branch and the step as a symbol, and is dropped once
     the branch is traced.  To that reducer the :class:`BranchStore` is the store, which reads this.
 
     Args:
@@ -148,8 +148,8 @@ class VariableStore:
 
 
 class BranchStore(Store):
-    """The variables as the reducer of one branch of a graph sees them: their states of before the
-    step, which are read once, and of after it.
+    """The variables as the reducer of one branch of a graph sees them: the states before the step,
+    which are read once, and after it.
 
     Args:
         store: of the binding.
@@ -252,8 +252,8 @@ class BranchStore(Store):
 def exchange(reducer: Reducer, store: BranchStore, gradients: Mapping[int, Any]) -> Exchanged:
     """Return directions and new states, and what is to be counted.
 
-    What variables have in common is in the state of the first of them, whoever keeps it and whether
-    it has changed: branches of a graph must have results of one structure.
+    Entries that variables share are in the state of the first of them, changed or not.  Branches of
+    a graph must have results of one structure.
     """
     names = list(store.places)
     # Gradients of the last layers are there first.
@@ -296,8 +296,9 @@ def variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variabl
     """Return a variable of the state, which may be made while a graph is traced.
 
     A ``tf.function`` whose first trace makes variables is traced again, to have a graph that makes
-    none, even if they are made outside of the graph, in ``tf.init_scope``: this would double the
-    time of the first step.  Those that are not to be lifted out of the graph do not count.
+    none.  This holds even for variables outside of the graph, in ``tf.init_scope``, and would
+    double the time of the first step.  Variables that are not to be lifted out of the graph do not
+    count.
     """
     return tf.Variable(
         value,

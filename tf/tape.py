@@ -57,12 +57,13 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
 
     @tf.autograph.experimental.do_not_convert
     def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
-        """Return the state of a method for some variables; the first call makes it, and later calls
-        find it again.
+        """Return the state of a method for some variables; a later call finds it again::
+
+            binding = hvd.bind(hvd.DGC(momentum=0.9), model.trainable_variables)
+            tape = hvd.DistributedGradientTape(tape, compression=binding)
 
         A tape lives for one step, so state that is kept from step to step belongs to the variables.
-        ``tf.train.Checkpoint(model=model, compression=hvd.bind(DGC, model.trainable_variables))``
-        saves it; ``DistributedGradientTape(tape, compression=...)`` takes it in place of a method.
+        ``tf.train.Checkpoint(model=model, compression=binding)`` saves it.
 
         Args:
             compression: a method, its class, its name, or a text such as "dgc:density=0.01".
@@ -307,8 +308,8 @@ def wrap_allreduce(
     @in_place_of(function)
     @tf.autograph.experimental.do_not_convert
     def allreduce(*args: Any, **kwargs: Any) -> Any:
-        """Return the average or the sum over the ranks.  Of methods, those that only cast pass
-        gradients on.
+        """Return the average or the sum over the ranks.  Methods that only cast pass gradients on;
+        others do not.
 
         Args:
             compression: any method, too.  One that remembers what it did not send keeps that by

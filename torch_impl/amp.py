@@ -2,7 +2,7 @@
 
 Residuals are kept without the loss scale: the scale of a ``GradScaler`` changes between steps, and
 residuals must not change with it.  So methods that keep a state get the gradient divided by the
-scale, and the average is multiplied by it, for ``scaler.unscale_`` to divide it again.  PyTorch
+scale.  The average is multiplied by it, for ``scaler.unscale_`` to divide it again.  PyTorch
 tells neither gradients nor optimizers of the scale, so ``GradScaler.scale`` is wrapped.
 
 A scale belongs to one backward pass, and a step to one thread: others may train meanwhile.
@@ -21,8 +21,8 @@ from hvd_compress.errors import ConfigError
 
 
 class _Pass(NamedTuple):
-    """A backward pass: its scale, the thread that runs the hooks of its loss, which is PyTorch's
-    own for a GPU, and the owner, the thread that has scaled the loss."""
+    """A backward pass: its scale, the thread that runs the hooks of its loss, and the owner, the
+    thread that has scaled the loss.  On a GPU the former is PyTorch's own."""
 
     scale: float
     thread: int
@@ -83,15 +83,15 @@ def watch_scale() -> None:
 
 
 def refuse_scale(method: Compressor, is_scaled: bool, instead: str) -> None:
-    """Raise ``ConfigError`` where the loss scale is in the gradients that are exchanged, and the
-    method keeps some of them for later steps, in which the scale may be another one."""
+    """Raise ``ConfigError`` if the loss scale is in the gradients that are exchanged, and the
+    method keeps some of them for later steps.  The scale may be another one then."""
     if is_scaled and method.per_rank(torch.zeros(64, 64)):
         for number, each in list(scaled_passes.items()):
             if each.thread == threading.get_ident():  # its pass ends here
                 scaled_passes.pop(number, None)
         raise ConfigError(
             f"{method.name} keeps residuals, and with a loss scale that changes between steps they "
-            f"would be of another scale than the gradients that they are added to: {instead}"
+            f"would not fit the gradients that they are added to: {instead}"
         )
 
 

@@ -32,9 +32,8 @@ def gradient(
 
 @contextlib.contextmanager
 def _plain(weights: Tensor) -> Iterator[None]:
-    """Without autocast, so that training in half precision ends here, and with those of cuDNN's
-    algorithms that have the same bits each time: all ranks learn from the same numbers, and their
-    autoencoders must stay equal."""
+    """Compute without autocast, and with those algorithms of cuDNN that have the same bits each
+    time.  All ranks learn from the same numbers, and their autoencoders must stay equal."""
     reproducible = torch.backends.cudnn.flags(
         enabled=torch.backends.cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=False
     )

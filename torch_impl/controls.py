@@ -28,8 +28,9 @@ class Controls:
         self.reducer.set_epoch(epoch)
 
     def keep_undo(self) -> None:
-        """Keep what waits as it was before each step, from now on, for :meth:`discard`: as much
-        memory as the states once more, and the time to copy them.  To be called on all ranks."""
+        """Keep the states as they were before each step, from now on, for :meth:`discard`.  It
+        takes as much memory as the states again, and the time to copy them.  To be called on all
+        ranks."""
         self.reducer.keep_undo()
 
     def discard(self) -> None:

@@ -1,8 +1,8 @@
 """Calls that ``torch.compile`` leaves as they are.
 
 Exchanges wait for other ranks and work on arrays that PyTorch does not know, so nothing of them can
-become a graph.  The public calls of optimizers, the hooks that PyTorch calls, and collectives are
-therefore breaks in the graph of a training step that is compiled as a whole.
+become a graph.  Public calls of optimizers, hooks that PyTorch calls, and collectives therefore
+break the graph of a training step that is compiled as a whole.
 """
 
 from __future__ import annotations

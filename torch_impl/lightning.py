@@ -34,11 +34,12 @@ KEY = "hvd_compress"
 
 
 class CompressedGradients:
-    """The part that :class:`CompressedDDPStrategy` adds to ``DDPStrategy``; put it before a
-    strategy of your own that derives from it: ``class Mine(CompressedGradients, OtherStrategy)``.
+    """The part that :class:`CompressedDDPStrategy` adds to ``DDPStrategy``, for strategies of your
+    own.
 
-    Checkpoints hold the state under the key "hvd_compress".  They are written by all ranks
-    together, as Lightning's own are.  Schedules by epoch follow Lightning's epochs.
+    Put it before the strategy that you derive from: ``class Mine(CompressedGradients,
+    OtherStrategy)``. Checkpoints hold the state under the key "hvd_compress".  They are written by
+    all ranks together, as Lightning's own are.  Schedules by epoch follow Lightning's epochs.
 
     Args:
         compression, momentum, nesterov, seed, residuals, nodes: as for
@@ -93,11 +94,17 @@ class CompressedGradients:
 
 
 class CompressedDDPStrategy(CompressedGradients, DDPStrategy):
-    """Lightning's ``DDPStrategy``, whose gradients a method compresses.
+    """Lightning's ``DDPStrategy`` with compressed gradients::
+
+        strategy = CompressedDDPStrategy(hvd.DGC(density=0.01, momentum=0.9))
+        trainer = lightning.Trainer(strategy=strategy, devices=4)
 
     Args:
-        compression, momentum, nesterov, seed, residuals, nodes, options: as for
-            :class:`CompressedGradients`, whose errors these are, too.
+        compression, momentum, nesterov, seed, residuals, nodes: as for
+            :class:`~hvd_compress.torch.DDPState`.
+        options: those of ``DDPStrategy``.
+
+    Raises: the errors of :class:`CompressedGradients`.
 
     >>> strategy = CompressedDDPStrategy(hvd.DGC(density=0.01, momentum=0.9))
     >>> print(strategy.compression)  # a DDPState, once fit() has the model

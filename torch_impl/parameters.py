@@ -50,8 +50,8 @@ def check_plain(x: torch.Tensor, name: str | None = None) -> None:
 
 
 def kind_without_bytes(x: Any) -> str:
-    """Return what an object is that has no bytes to send, since it is no tensor or its elements are
-    not in memory of its own, one by one; an empty text if it has."""
+    """Return the kind of an object that has no bytes to send; an empty text if it has.  It is no
+    tensor then, or its elements are not in memory of its own, one by one."""
     if not isinstance(x, torch.Tensor):
         return f"a {type(x).__name__}"
     if x.layout != torch.strided or _is_elsewhere(x):
@@ -128,8 +128,8 @@ def names_of_parameters(
 
 
 def check_trained(named: Iterable[tuple[str, Parameter]], sharded: bool = False) -> None:
-    """Raise ``UnsupportedError`` if one of the parameters is trained, and is no plain tensor:
-    nothing is sent of those that are frozen, such as quantised bases under LoRA."""
+    """Raise ``UnsupportedError`` if one of the trained parameters is no plain tensor.  Frozen ones
+    are not sent, such as quantised bases under LoRA."""
     for name, p in named:
         if p.requires_grad and not (sharded and is_sharded(p)):
             check_plain(p, name)
@@ -150,8 +150,8 @@ def gradient_dtype(p: Parameter, name: str) -> torch.dtype:
 def changed_by_hand(
     param_groups: Sequence[dict[str, Any]], known: Sequence[Parameter]
 ) -> str | None:
-    """Return how parameter groups differ from the parameters that an optimizer was told of, which
-    it watches and has names for; ``None`` if they are these."""
+    """Return how parameter groups differ from the parameters that an optimizer was made with, which
+    it watches and has names for; ``None``: they do not."""
     now = [p for group in param_groups for p in group["params"]]
     if len(now) != len(known):
         return f"they have {len(now)} parameters in the place of {len(known)}"
@@ -163,8 +163,8 @@ def not_told(change: str) -> ConfigError:
     """Return the error for parameter groups that differ as :func:`changed_by_hand` says."""
     return ConfigError(
         f"the optimizer's param_groups were changed by hand: {change}. Add parameters by "
-        "optimizer.add_param_group({'params': [...]}) on all ranks; where others take the place of "
-        "old ones, make the optimizer anew after optimizer.step(), "
+        "optimizer.add_param_group({'params': [...]}) on all ranks; where others replace old ones, "
+        "make the optimizer again after optimizer.step(), "
         "hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), ...)"
     )
 
@@ -217,9 +217,9 @@ def split_into_groups(
 ) -> list[tuple[Parameter, ...]] | None:
     """Divide ``parameters`` into those that are exchanged together, or return ``None``.
 
-    A number of groups makes parts of equal length in the order of the parameters, the first ones
-    longer by one where there is a remainder.  Of lists, only members among ``parameters`` count;
-    a parameter in none of the lists is a group of its own.
+    A number of groups makes parts of equal length in the order of the parameters.  If there is a
+    remainder, the first parts are longer by one.  Lists count with their members among
+    ``parameters``; a parameter in none of the lists is a group of its own.
     """
     if groups is None:
         return None

@@ -57,8 +57,8 @@ def group_of(replicas: Any) -> dist.ProcessGroup:
 
 
 def agree(terms: Terms, *groups: Any) -> None:
-    """Compare terms over all ranks that process groups join, ``None`` being the default one, so
-    that all raise the error: those without it would wait for the others.
+    """Compare terms over all ranks that process groups join, ``None`` being the default one.  All
+    raise the error: ranks without it would wait for the others.
 
     Raises:
         MismatchError: ranks differ.

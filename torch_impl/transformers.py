@@ -38,9 +38,10 @@ _PLACES = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
 
 
 class CompressedGradients:
-    """The part that :class:`CompressedTrainer` adds to ``Trainer``; put it before a trainer of your
-    own, or of another library: ``class Mine(CompressedGradients, SFTTrainer)``.
+    """The part that :class:`CompressedTrainer` adds to ``Trainer``, for trainers of your own or of
+    another library.
 
+    Put it before the trainer that you derive from: ``class Mine(CompressedGradients, SFTTrainer)``.
     The folder of a checkpoint has the state in a file of its own, "hvd_compress.pt".  Schedules by
     epoch follow Trainer's epochs.
 
@@ -126,11 +127,16 @@ class _Epochs(TrainerCallback):
 
 
 class CompressedTrainer(CompressedGradients, Trainer):
-    """Transformers' ``Trainer``, whose gradients a method compresses.
+    """Transformers' ``Trainer`` with compressed gradients::
+
+        trainer = CompressedTrainer(model, args, compression="powersgd:rank=4", train_dataset=data)
 
     Args:
-        arguments, compression, momentum, nesterov, seed, residuals, nodes, options: as for
-            :class:`CompressedGradients`, whose errors these are, too.
+        arguments, options: those of ``Trainer``.
+        compression, momentum, nesterov, seed, residuals, nodes: as for
+            :class:`~hvd_compress.torch.DDPState`.
+
+    Raises: the errors of :class:`CompressedGradients`.
 
     >>> import tempfile, transformers
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -175,8 +175,8 @@ def _begun(slot: Slot, w: Array, state: State) -> Any:
 
 
 def documented(cls: Any) -> str:
-    """Return the docstring of an optimizer: its own, and that of its formula without the example,
-    which calls the formula."""
+    """Return the docstring of an optimizer: its own, and that of its formula.  The latter's example
+    is left out, since it calls the formula."""
     formula = (inspect.getdoc(cls.formula) or "").partition("\n\n>>> ")[0]
     raises = "Raises:\n    ConfigError: an option makes no sense."
     return "\n\n".join([inspect.getdoc(cls) or "", formula, raises])

@@ -14,15 +14,14 @@ from hvd_compress.optimizers.base import Now, State
 
 @dataclasses.dataclass(frozen=True)
 class OneBitAdam(FrozenAdam):
-    """Adam whose momentum is sent in one bit per element after ``freeze_step`` steps::
+    """Adam whose variance is frozen after ``freeze_step`` steps, so that momentum can be sent in
+    one bit per element::
 
-        adam = hvd.OneBitAdam(model.parameters(), lr=1e-3, freeze_step=20_000)
-        optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
-
-    After ``freeze_step`` the exchange returns the new m, and v is frozen::
-
-        m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+        m = beta1 m + (1 - beta1) g
+        v = beta2 v + (1 - beta2) g^2                       until freeze_step, not later
         w = w - lr (m^ / (sqrt(v^) + eps) + weight_decay w)
+
+    After ``freeze_step`` the exchange returns the new m instead of g.
 
     State of a parameter: ``exp_avg`` m, ``exp_avg_sq`` v, ``step`` and ``variance_step``, the
     number of updates of each; all equal on all ranks.

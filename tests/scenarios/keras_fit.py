@@ -135,7 +135,7 @@ def horovods_own_optimizer_says_that_it_would_not_reduce() -> None:
         with raises(UnsupportedError, "Keras 3", "import hvd_compress.tensorflow.keras as hvd"):
             module.DistributedOptimizer(sgd())
     early = importlib.import_module("horovod.tensorflow.keras").DistributedOptimizer.__wrapped__
-    with raises(UnsupportedError, "behind the import"):
+    with raises(UnsupportedError, "after the import"):
         early(sgd(), compression=SPARSE)
 
 

@@ -100,7 +100,7 @@ def test_folding_changes_nothing_but_the_weights():
     torch.testing.assert_close(net(x), model.eval()(x), rtol=1e-4, atol=1e-5)
     assert set(measures.weights_of(net)) == {"0.weight", "4.weight", "7.weight"}
     assert any(isinstance(m, nn.BatchNorm2d) for m in model)
-    with pytest.raises(UnsupportedError, match="right behind its layer"):
+    with pytest.raises(UnsupportedError, match="right after its layer"):
         measures.folded(nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)))
 
 

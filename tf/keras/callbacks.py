@@ -34,15 +34,17 @@ class _OverRanks:
 
 
 class CompressionCallback(_Callback):
-    """Announces epochs to schedules by epoch, and at the end of each gives every rank the mean of
-    the residuals, so that whatever rank 0 saves then is complete.  Parameters that differ between
-    ranks for some steps (``ZeroOneAdam``) are synchronized at the end of an epoch, and before a
-    validation.
+    """Make what rank 0 saves complete, and announce epochs to schedules::
+
+        model.fit(data, epochs=10, callbacks=[hvd.callbacks.CompressionCallback(), save_on_rank_0])
+
+    At the end of each epoch every rank gets the mean of the residuals.  Parameters that differ
+    between ranks for some steps (``ZeroOneAdam``) are synchronized then, and before a validation.
 
     Must stand before ``ModelCheckpoint``, on every rank; validate on all ranks, or on none.
 
     Args:
-        consolidate: whether to do that at the end of an epoch.
+        consolidate: whether to average residuals at the end of an epoch.
 
     Raises:
         ConfigError: training starts with an optimizer that is not of this package.
@@ -188,14 +190,12 @@ class LearningRateScheduleCallback(_Callback):
 
     Args:
         initial_lr: for multiplier 1.
-        multiplier: a function of the epoch, or a number, by which the rate is multiplied every
-            epoch after ``start_epoch``.
+        multiplier: a function of the epoch, or a factor for every epoch after ``start_epoch``.
         start_epoch, end_epoch: of the schedule; the end is exclusive.
         staircase: the rate changes at the beginning of an epoch; otherwise with every batch, and
             the epoch is a fraction.
-        momentum_correction: scale the velocities of an SGD whose momentum has the learning rate in
-            it when that changes (Goyal et al., 2017, section 2.1).  Momentum that acts inside
-            the exchange has no learning rate in it and needs none.
+        momentum_correction: scale the velocities of an SGD that have the learning rate in them
+            (Goyal et al., section 2.1).  Momentum inside the exchange needs none.
         steps_per_epoch: taken from ``fit`` where it knows.
 
     Raises:
@@ -332,8 +332,8 @@ class LearningRateWarmupCallback(_OverRanks, LearningRateScheduleCallback):
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Saves the model whenever ``monitor`` is better than ever before.
 
-    Like every ``ModelCheckpoint`` it saves on each rank that has it: give it to rank 0 alone, and
-    behind ``MetricAverageCallback`` and ``CompressionCallback``, which all ranks have.
+    Like every ``ModelCheckpoint`` it saves on each rank that has it, so give it to rank 0 alone.
+    It stands after ``MetricAverageCallback`` and ``CompressionCallback``, which all ranks have.
 
     Args:
         monitor, verbose, save_weights_only, mode, save_freq: as for ``ModelCheckpoint``.

@@ -1,8 +1,8 @@
 """``hvd.DistributedOptimizer(optimizer, method=...)`` for Keras 3; the methods themselves are in
 :mod:`hvd_compress.systems`.
 
-What a method does around a local step is Python on NumPy arrays: graphs call it, and assign what it
-returns only where it has changed something.
+The work around a local step is Python on NumPy arrays.  Graphs call it, and assign its results only
+if it has changed something.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class LocalStepsOptimizer(NotInLossScaling):
         tf.cond(is_lost, self._begin_anew, lambda: tf.constant(False))
 
     def _begin_anew(self) -> tf.Tensor:
-        """Begin anew with momentum that is NaN or Inf: it would lead there again, and all exchanges
-        would be lost."""
+        """Begin again with momentum that is NaN or Inf: it would lead there again, and all
+        exchanges would be lost."""
         for v in map(native, self.variables):  # type: ignore[attr-defined]
             if v.dtype.is_floating:
                 v.assign(tf.where(tf.math.is_finite(v), v, tf.zeros_like(v)))
@@ -163,8 +163,8 @@ class LocalStepsOptimizer(NotInLossScaling):
 
     @contextlib.contextmanager
     def synchronized_parameters(self) -> Iterator[None]:
-        """In this context the parameters are those that are to be tested, and to be saved; behind
-        it they are this rank's own again.  A collective."""
+        """In this context the parameters are those to be tested and saved; after it they are this
+        rank's own again.  A collective."""
         own = [(v, v.numpy()) for v in self._trainable_variables]  # type: ignore[attr-defined]
         self.synchronize_parameters()
         try:

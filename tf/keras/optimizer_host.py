@@ -149,7 +149,7 @@ class FormulaOptimizer(keras.optimizers.Optimizer):
 
 
 class PartnerOptimizer(FormulaOptimizer):
-    """An optimizer that knows what its compression returns in the place of gradients."""
+    """An optimizer that knows what its compression returns instead of gradients."""
 
     def __init__(self, *options: Any, **named: Any) -> None:
         super().__init__(*options, **named)
@@ -166,8 +166,8 @@ class PartnerOptimizer(FormulaOptimizer):
         return self._formula(0.0, 0.0).compression_options()
 
     def follow(self, binding: Binding, places: Mapping[int, int]) -> None:
-        """Take ``binding`` for the one that averages.  What it returns for variables may be momenta
-        instead of gradients; ``places`` are its slots by the ids of variables.
+        """Take ``binding`` for the one that averages.  Its results may be momenta instead of
+        gradients; ``places`` are its slots by the ids of variables.
 
         Raises:
             ConfigError: an option would be applied to these.

@@ -19,7 +19,9 @@ from .optimizer_host import FormulaOptimizer, PartnerOptimizer
 
 
 class LARS(FormulaOptimizer):
-    """LARS.
+    """SGD with momentum at large batches, with a learning rate for each layer::
+
+        optimizer = hvd.DistributedOptimizer(hvd.LARS(3.2, weight_decay=1e-4), compression=hvd.FP16)
 
     >>> w = keras.Variable([3.0, 4.0])
     >>> lars = hvd.LARS(0.1, weight_decay=1e-4)
@@ -33,8 +35,12 @@ class LARS(FormulaOptimizer):
 
 
 class LAMB(FormulaOptimizer):
-    """LAMB.  ``keras.optimizers.Lamb`` takes the same steps without weight decay; it decays weights
-    beside the step, where the paper has decay inside of the direction whose norm is taken.
+    """Adam at large batches, with a learning rate for each layer::
+
+        optimizer = hvd.DistributedOptimizer(hvd.LAMB(2e-3), compression=hvd.FP16)
+
+    ``keras.optimizers.Lamb`` takes the same steps without weight decay.  It decays weights after
+    the step; the paper has decay inside of the direction whose norm is taken.
 
     >>> w = keras.Variable([3.0, 4.0])
     >>> lamb = hvd.LAMB(2e-3, weight_decay=0.01)
@@ -48,10 +54,13 @@ class LAMB(FormulaOptimizer):
 
 
 class OneBitAdam(PartnerOptimizer):
-    """1-bit Adam.
+    """AdamW that sends its momentum in one bit per element once its variance has settled::
+
+        adam = hvd.OneBitAdam(1e-3, freeze_step=20_000)
+        optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
 
     >>> w = keras.Variable([3.0, 4.0])
-    >>> adam = hvd.OneBitAdam(0.1, freeze_step=1)  # in earnest some thousand steps
+    >>> adam = hvd.OneBitAdam(0.1, freeze_step=1)
     >>> optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
     >>> for _ in range(2):
     ...     optimizer.apply([tf.constant([0.6, 0.8])], [w])
@@ -85,7 +94,10 @@ class OneBitAdam(PartnerOptimizer):
 
 
 class OneBitLAMB(OneBitAdam):
-    """1-bit LAMB.
+    """LAMB that sends its momentum in one bit per element once its variance has settled::
+
+        lamb = hvd.OneBitLAMB(1e-3, freeze_step=20_000)
+        optimizer = hvd.DistributedOptimizer(lamb, compression=lamb.compressor())
 
     >>> w = keras.Variable([3.0, 4.0])
     >>> lamb = hvd.OneBitLAMB(0.1, freeze_step=1)
@@ -100,11 +112,16 @@ class OneBitLAMB(OneBitAdam):
 
 
 class ZeroOneAdam(PartnerOptimizer):
-    """0/1 Adam.  ``hvd.callbacks.CompressionCallback`` calls ``synchronize_parameters`` at the end
-    of every epoch, and before a validation.
+    """Adam that sends one bit per element, and later nothing at all in most steps::
+
+        adam = hvd.ZeroOneAdam(1e-3, var_freeze_step=20_000)
+        optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
+
+    ``hvd.callbacks.CompressionCallback`` calls ``synchronize_parameters`` at the end of every
+    epoch, and before a validation.
 
     >>> w = keras.Variable([3.0, 4.0])
-    >>> adam = hvd.ZeroOneAdam(0.1, var_freeze_step=1)  # in earnest some thousand steps
+    >>> adam = hvd.ZeroOneAdam(0.1, var_freeze_step=1)
     >>> optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
     >>> for _ in range(2):
     ...     optimizer.apply([tf.constant([0.6, 0.8])], [w])
@@ -134,7 +151,7 @@ class ZeroOneAdam(PartnerOptimizer):
     def synchronize_parameters(self) -> None:
         """Give all ranks the same parameters now, in full precision, residuals included.
 
-        This is a collective: call it on every rank, between steps.  What is saved afterwards is the
+        This is a collective: call it on every rank, between steps.  A checkpoint afterwards is the
         same on all ranks, but for residuals of gradients; see ``compression.consolidate()``.
         """
         if self._sync is None:

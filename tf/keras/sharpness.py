@@ -17,29 +17,21 @@ Average = Callable[[tf.Tensor], tf.Tensor]
 
 
 class SAM:
-    """Sharpness-aware minimisation: the gradient at w + eps, in place of a tape's::
+    """Sharpness-aware minimisation: the gradient at w + eps instead of a tape's::
 
         sam = hvd.SAM(rho=0.05)
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvd.DGC)
-
-        @tf.function
-        def step(x, y):
-            variables = model.trainable_variables
-            loss, gradients = sam.gradient(lambda: loss_fn(y, model(x, training=True)), variables)
-            optimizer.apply(gradients, variables)
-            return loss
+        loss, gradients = sam.gradient(lambda: loss_fn(y, model(x, training=True)), variables)
+        optimizer.apply(gradients, variables)
 
     The same lines in the ``train_step`` of a model serve ``fit``.  The first gradient stays on this
-    rank and only says where to go; ``apply`` exchanges the second one, and no other.  Weights are
-    what they were before, bit for bit, when ``gradient`` returns.  See
-    :class:`hvd_compress.torch.SAM`; here both passes update statistics of batch normalisation,
-    unless they are listed in ``statistics``.
+    rank and gives eps; ``apply`` exchanges the second one alone.  Weights return to what they were,
+    bit for bit.  See :class:`hvd_compress.torch.SAM`.  Here both passes update statistics of batch
+    normalisation, unless they are listed in ``statistics``.
 
     Args:
         rho: radius of the ball in which the worst weights are looked for, 0 or more.
-        average: averages a tensor over the ranks, so that eps is the same on all:
-            ``hvd_compress.tensorflow.allreduce``, since that of Horovod's Keras module takes no
-            symbols.  As many bytes again as a dense gradient.
+        average: ``hvd_compress.tensorflow.allreduce`` for the same eps on all ranks, at the cost of
+            another dense gradient.  That of Horovod's Keras module takes no symbols.
 
     Raises:
         ConfigError: an option makes no sense.

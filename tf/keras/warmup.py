@@ -12,18 +12,16 @@ from hvd_compress.optimizers.scaling import check_steps, rate_factor
 
 @keras.saving.register_keras_serializable(package="hvd_compress")
 class ScaledWarmup(keras.optimizers.schedules.LearningRateSchedule):
-    """The learning rate of a larger batch: scaled, and raised to that by equal increments in every
-    step, from what the reference has::
+    """A learning rate that rises to that of a larger batch, by equal increments in every step::
 
         rate = hvd.ScaledWarmup(
-            0.1, batch_size=32 * hvd.size(), reference_batch_size=256, steps=5 * steps_an_epoch
+            0.1, batch_size=32 * hvd.size(), reference_batch_size=256, steps=2000
         )
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate, momentum=0.9))
 
-    Keras's ``CosineDecay`` has a linear warm-up of its own; this one goes before any schedule, and
-    steps of ``PiecewiseConstantDecay`` count from the first step, as in the paper.  Keras's SGD
-    has the rate inside of the velocity, so a rate that rises lags behind by about 1 / (1 - m)
-    steps.
+    It goes before any schedule; steps of ``PiecewiseConstantDecay`` count from the first step, as
+    in the paper.  Keras's SGD has the rate inside of the velocity, so a rate that rises lags behind
+    by about 1 / (1 - m) steps.
 
     Args:
         learning_rate: that suits ``reference_batch_size``; a number or a schedule.

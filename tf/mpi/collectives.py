@@ -51,8 +51,8 @@ def allreduce(
     nor has a method that sends less than all.
 
     Args:
-        tensor: of the same shape and dtype on all ranks; of ``tf.IndexedSlices`` the rows of all
-            ranks are returned, one behind the other.
+        tensor: of the same shape and dtype on all ranks; the rows of ``tf.IndexedSlices`` are
+            concatenated.
         average: older than ``op``: ``False`` means ``op=hvd.Sum``.
         device_dense, device_sparse: accepted as Horovod's; sums are made in host memory.
         compression: any method; those with a state need a ``name``.

@@ -29,10 +29,10 @@ def node(
 ) -> list[tf.Tensor]:
     """Return what a function makes of arrays: now, or when the graph runs.
 
-    A function that waits for other ranks must run on all of them, and after the same others.  So
-    its node counts on in a variable: a graph leaves out nothing that writes to a variable, and what
-    reads and writes it runs in the order in which it was traced, branches included.  A graph of
-    gradients does not see to that, so each node also waits for the one before.
+    A function that waits for other ranks must run on all of them, in the same order.  So its node
+    counts on in a variable: a graph leaves out nothing that writes to a variable.  It runs the
+    reads and writes of one in the order in which they were traced, branches included.  A graph of
+    gradients does not, so each node also waits for the one before.
 
     Args:
         function: of NumPy arrays, which it leaves as they are.

@@ -35,14 +35,16 @@ def DistributedGradientTape(  # noqa: N802, Horovod's name
     *,
     seed: int = 0,
 ) -> Any:
-    """Return a tape whose ``gradient`` averages over the ranks.
+    """Return a tape whose ``gradient`` averages over the ranks::
+
+        tape = hvd.DistributedGradientTape(tape, compression=hvd.DGC(momentum=0.9))
 
     Args:
-        gradtape: a ``tf.GradientTape``, behind its ``with`` statement.
+        gradtape: a ``tf.GradientTape``, after its ``with`` statement.
         device_dense, device_sparse: where exchanges are computed, as for ``tf.device``; messages
             are sent from host memory.
-        compression: a method such as ``hvd.DGC(momentum=0.9)``, its class, its name, a text, or
-            what ``hvd.bind`` returned.
+        compression: a method such as ``hvd.DGC(momentum=0.9)``, its class, its name, a text, or the
+            result of ``hvd.bind``.
         sparse_as_dense: make sparse gradients dense before they are exchanged.
         op: ``hvd.Average`` or ``hvd.Sum``.
         gradient_predivide_factor: divide by it before adding and by the rest afterwards.
@@ -95,19 +97,22 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     seed: int = 0,
     method: Any = None,
 ) -> Any:
-    """Return a new optimizer of Keras that averages gradients over the ranks, or one that trains by
-    a ``method`` such as ``hvd.LocalSGD(sync_every=8)``.
+    """Return a new optimizer of Keras that steps along compressed averages over the ranks::
+
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvd.TopK(0.01))
+
+    With ``method=hvd.LocalSGD(sync_every=8)`` it trains by that method instead.
 
     Args:
         optimizer: of Keras 3, or of tf_keras.
         name: of the new one.
-        backward_passes_per_step: gradients of so many passes are added up before they are
-            exchanged, and averaged with ``average_aggregated_gradients``.
+        backward_passes_per_step: number of passes whose gradients are added up before they are
+            exchanged; with ``average_aggregated_gradients`` they are averaged.
         device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
             num_groups, groups, process_set, scale_local_gradients, seed: as for
             :func:`DistributedGradientTape`.
-        method: a training method, for Keras 3, which sends no gradients; options of these are left
-            out then.
+        method: a training method, for Keras 3, which sends no gradients and takes no options of
+            these.
 
     Raises:
         ConfigError, UnsupportedError: an option has a value that cannot be honoured.

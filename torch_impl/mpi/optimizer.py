@@ -45,16 +45,22 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     sparse_step: bool = False,
     method: TrainingMethod | type[TrainingMethod] | None = None,
 ) -> CompressedOptimizer | LocalStepsOptimizer:
-    """Return an optimizer whose ``step()`` works on the gradients of all ranks, or one that trains
-    by a ``method`` such as ``hvd.ExactDiffusion(topology="cycle")``.
+    """Return an optimizer whose ``step()`` steps along compressed averages over all ranks::
 
-    A collective: every rank calls it, with the same options.
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            named_parameters=model.named_parameters(),
+            compression=hvd.DGC(density=0.01),
+        )
+
+    With ``method=hvd.DiLoCo(sync_every=100)`` it trains by that method instead.  A collective:
+    every rank calls it, with the same options.  No ``compression`` sends gradients as they are.
 
     Args:
         optimizer: over the model's parameters, of any class but LBFGS.
         named_parameters: ``model.named_parameters()``; names appear in statistics.
         compression: a method such as ``hvd.DGC``, an instance, its name, or a text.
-        backward_passes_per_step: gradients of so many passes add up before they are exchanged.
+        backward_passes_per_step: number of passes whose gradients add up before they are exchanged.
         op: ``hvd.Average`` or ``hvd.Sum``.
         gradient_predivide_factor: divide by it before adding and by the rest afterwards.
         num_groups: deprecated; pass ``groups``.
@@ -64,7 +70,7 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
         seed: for randomness that the ranks share.
         sparse_step: averages of top-k's elements are sparse gradients, so that ``torch.optim.SGD``
             writes no other elements of a parameter.
-        method: a training method, which sends no gradients; options of these are left out then.
+        method: a training method, which sends no gradients and takes no options of these.
 
     Raises:
         ConfigError: an option has a value that cannot be honoured.

@@ -214,31 +214,26 @@ class AsynchronousLeaderSGD(ServedModel, servers.AsynchronousLeaderSGD):
 
         with hvd.AsynchronousLeaderSGD(model, optimizer, local_every=4) as worker:
             for x, y in worker.batches(loader):
-                optimizer.zero_grad()
                 value = loss(model(x), y)
                 value.backward()
                 worker.step(value)
 
-    Rank 0 counts the steps of all and names the leaders; it gets no batches.  Behind the statement
+    Rank 0 counts the steps of all and names the leaders; it gets no batches.  After the statement
     all ranks have the mean of the workers' models.  Buffers of the model stay on their rank.
 
     Args:
         model: its trained parameters are those of the optimizer; all ranks begin with rank 0's.
         optimizer: takes the local steps.
-        options: of :class:`hvd_compress.systems.rounds.LeaderSGD`, whose ranks are workers here,
-            which count from 0, and whose periods are steps per worker, on average.
+        options: of :class:`hvd_compress.systems.rounds.LeaderSGD`; periods are steps per worker.
         worker_timeout: seconds after which the others go on without a silent worker.
 
     Raises:
         ConfigError: an option has a value that cannot be honoured.
         MismatchError: the ranks differ in options or parameters.
 
-    A rank alone has nobody to serve:
-
     >>> model = torch.nn.Linear(2, 1)
     >>> hvd.AsynchronousLeaderSGD(model, torch.optim.SGD(model.parameters(), lr=0.1))
     Traceback (most recent call last):
-        ...
     hvd_compress.errors.ConfigError: AsynchronousLeaderSGD on 1 rank: there must be a server and ...
     """
 

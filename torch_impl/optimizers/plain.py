@@ -12,7 +12,12 @@ from ..state.optimizer_host import FormulaOptimizer, PartnerOptimizer
 
 
 class LARS(FormulaOptimizer):
-    """LARS, whose momentum stays with it under a compression that takes momentum over, as DGC does:
+    """SGD with momentum at large batches, with a learning rate for each layer::
+
+        lars = hvd.LARS(model.parameters(), lr=3.2)
+        optimizer = hvd.DistributedOptimizer(lars, compression=hvd.FP16)
+
+    Its momentum stays with it under a compression that takes momentum over, as DGC does.
 
     >>> w = torch.nn.Parameter(torch.tensor([[3.0, 4.0]]))
     >>> lars = hvd.LARS([w], lr=3.2)
@@ -27,7 +32,12 @@ class LARS(FormulaOptimizer):
 
 
 class LAMB(FormulaOptimizer):
-    """LAMB.  Give biases a group with ``weight_decay=0``.
+    """Adam at large batches, with a learning rate for each layer::
+
+        lamb = hvd.LAMB(model.parameters(), lr=2e-3)
+        optimizer = hvd.DistributedOptimizer(lamb, compression=hvd.FP16)
+
+    Give biases a group with ``weight_decay=0``.
 
     >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> lamb = hvd.LAMB([w], lr=2e-3, weight_decay=0.01)
@@ -42,10 +52,15 @@ class LAMB(FormulaOptimizer):
 
 
 class OneBitAdam(PartnerOptimizer):
-    """1-bit Adam.  A group may have options of its own, all but beta1 and ``freeze_step``.
+    """AdamW that sends its momentum in one bit per element once its variance has settled::
+
+        adam = hvd.OneBitAdam(model.parameters(), lr=1e-3, freeze_step=20_000)
+        optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
+
+    A group may have options of its own, all but beta1 and ``freeze_step``.
 
     >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-    >>> adam = hvd.OneBitAdam([w], lr=0.1, freeze_step=1)  # in earnest some thousand steps
+    >>> adam = hvd.OneBitAdam([w], lr=0.1, freeze_step=1)
     >>> optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
     >>> for _ in range(2):
     ...     optimizer.zero_grad()
@@ -75,7 +90,12 @@ class OneBitAdam(PartnerOptimizer):
 
 
 class OneBitLAMB(OneBitAdam):
-    """1-bit LAMB.  A group may have options of its own, as for :class:`OneBitAdam`.
+    """LAMB that sends its momentum in one bit per element once its variance has settled::
+
+        lamb = hvd.OneBitLAMB(model.parameters(), lr=1e-3, freeze_step=20_000)
+        optimizer = hvd.DistributedOptimizer(lamb, compression=lamb.compressor())
+
+    A group may have options of its own, as for :class:`OneBitAdam`.
 
     >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> lamb = hvd.OneBitLAMB([w], lr=0.1, freeze_step=1)

@@ -18,30 +18,23 @@ Average = Callable[..., torch.Tensor]
 
 
 class SAM:
-    """Sharpness-aware minimisation: steps along the gradient at w + eps, where the loss is larger.
+    """Sharpness-aware minimisation: steps along the gradient at w + eps, where the loss is larger::
 
-    It stands beside the optimizer, which may be any, and takes the place of ``loss.backward()``::
-
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = hvd.DistributedOptimizer(sgd, compression=hvd.DGC)
-        sam = hvd.SAM(model, rho=0.05)
+        sam = hvd.SAM(model, rho=0.05)  # next to any optimizer, instead of loss.backward()
         for x, y in loader:
             optimizer.zero_grad()
             loss = sam.backward(lambda: criterion(model(x), y))
             optimizer.step()
 
-    ``backward`` evaluates the loss twice.  The first gradient only says where to go, eps = rho g /
-    ||g||, and is handed to nobody: it stays on this rank, so that every rank looks at the sharpness
-    of its own batch ("m-sharpness", which the authors found better than that of the whole batch).
-    Hooks see the second one alone, so it is the only one that is exchanged, while backward goes
-    on; and weights are what they were before, bit for bit, when ``backward`` returns.  Statistics
-    of batch normalisation are those of the first pass.
+    ``backward`` evaluates the loss twice.  The first gradient gives eps = rho g / ||g||, and stays
+    on this rank: every rank looks at the sharpness of its own batch ("m-sharpness").  Only the
+    second one is exchanged, while backward goes on.  Weights return to what they were, bit for bit.
 
     Args:
-        model: the module that is trained.
+        model: the module that is trained; batch normalisation has the statistics of the first pass.
         rho: radius of the ball in which the worst weights are looked for, 0 or more.
-        average: averages a tensor over the ranks, given its ``name``: ``hvd.allreduce``, for an eps
-            that is the same on all; as many bytes again as a dense gradient, uncompressed.
+        average: ``hvd.allreduce`` for the same eps on all ranks, at the cost of another dense
+            gradient.  It is called with a tensor and its ``name``.
 
     Raises:
         ConfigError: an option makes no sense.
@@ -50,10 +43,10 @@ class SAM:
 
     >>> model = torch.nn.Linear(1, 1, bias=False)
     >>> weight = torch.nn.init.ones_(model.weight)
-    >>> sam = hvd.SAM(model, rho=0.5)
-    >>> loss = sam.backward(lambda: model.weight.square().sum())
-    >>> loss.item(), weight.item(), weight.grad.item()  # the gradient is that at 1 + 0.5
-    (1.0, 1.0, 3.0)
+    >>> hvd.SAM(model, rho=0.5).backward(lambda: model.weight.square().sum()).item()
+    1.0
+    >>> weight.item(), weight.grad.item()  # the gradient is that at 1 + 0.5
+    (1.0, 3.0)
     """
 
     rho = option("rho")

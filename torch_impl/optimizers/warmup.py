@@ -18,8 +18,7 @@ def scaled_warmup(
     steps: int,
     scaling: str = "linear",
 ) -> LinearLR:
-    """Scale the learning rates of an optimizer to a larger batch, and return the scheduler that
-    raises them to that, from what they are, by equal increments in every step::
+    """Raise the learning rates to those of a larger batch, and return the scheduler that does so::
 
         warmup = hvd.scaled_warmup(
             optimizer, batch_size=32 * hvd.size(), reference_batch_size=256, steps=5 * len(loader)
@@ -27,9 +26,10 @@ def scaled_warmup(
         decay = MultiStepLR(optimizer, [n * len(loader) for n in (30, 60, 80)])
         scheduler = ChainedScheduler([warmup, decay])  # scheduler.step() after optimizer.step()
 
-    PyTorch's own schedulers do the rest; they multiply rates, and count from the first step.  The
-    rate is outside of the velocity in ``torch.optim.SGD``, so momentum needs no correction when
-    it changes.  A batch that is smaller than the reference gets its rate at once.
+    Rates rise by equal increments in every step.  PyTorch's own schedulers do the rest; they
+    multiply rates, and count from the first step.  The rate is outside of the velocity in
+    ``torch.optim.SGD``, so momentum needs no correction.  A batch that is smaller than the
+    reference gets its rate at once.
 
     Args:
         optimizer: with learning rates that suit ``reference_batch_size``; may be distributed.

@@ -18,11 +18,15 @@ from ..state.optimizer_host import PartnerOptimizer, keep, now_of
 
 
 class ZeroOneAdam(PartnerOptimizer):
-    """0/1 Adam.  What one bit leaves out of ``buffer`` is in ``sync.residual`` and
-    ``sync.owner_residual`` of the state.
+    """Adam that sends one bit per element, and later nothing at all in most steps::
+
+        adam = hvd.ZeroOneAdam(model.parameters(), lr=1e-3, var_freeze_step=20_000)
+        optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
+
+    Rounding errors of ``buffer`` are in ``sync.residual`` and ``sync.owner_residual`` of the state.
 
     >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-    >>> adam = hvd.ZeroOneAdam([w], lr=0.1, var_freeze_step=1)  # in earnest some thousand steps
+    >>> adam = hvd.ZeroOneAdam([w], lr=0.1, var_freeze_step=1)
     >>> optimizer = hvd.DistributedOptimizer(adam, compression=adam.compressor())
     >>> for _ in range(2):
     ...     optimizer.zero_grad()
@@ -67,7 +71,7 @@ class ZeroOneAdam(PartnerOptimizer):
     def synchronize_parameters(self) -> None:
         """Give all ranks the same parameters now, in full precision, residuals included.
 
-        This is a collective: call it on every rank, between steps.  What is saved afterwards is the
+        This is a collective: call it on every rank, between steps.  A checkpoint afterwards is the
         same on all ranks, but for residuals of gradients; see ``consolidate_state_dict``.
         """
         if self.binding is not None:

@@ -10,8 +10,8 @@ residual over the ranks, which is kept exactly if every rank goes on with the me
     optimizer.load_state_dict(torch.load(path)) # on every rank, of any number
 
 (The name is that of PyTorch's ``ZeroRedundancyOptimizer``, which has the same need.)  Without the
-first line a state dict holds one rank's own state.  If the same rank of as many ranks loads it, it
-is exact; if another rank loads it, that rank's residuals are lost, and it warns.
+first line a state dict holds one rank's own state.  It is exact for the same rank of as many ranks.
+Another rank that loads it warns, and loses its residuals.
 """
 
 from __future__ import annotations
@@ -172,8 +172,12 @@ def _loaded_state(
     is_sparse: bool,
     factor: float,
 ) -> State:
-    """Return this package's state of a parameter from loaded entries; ``whole`` is the method of
-    all parameters, and ``factor`` this rank's share of what differs between ranks."""
+    """Return this package's state of a parameter from loaded entries.
+
+    Args:
+        whole: the method of all parameters.
+        factor: this rank's share of entries that differ between ranks.
+    """
     name, like = optimizer._parameter_names[p], p.detach()
     method = whole.for_tensor(name, tuple(p.shape))
     more = {"decay": like.view(-1)}
@@ -333,8 +337,8 @@ def adopt_momentum_buffers(optimizer: Any) -> None:
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
     """Give all ranks the state of ``root_rank``.
 
-    As Horovod does, an optimizer that has not stepped yet leaves zeros where there are no
-    gradients; sparse ones for embeddings of ``model`` that have such.
+    An optimizer that has not stepped yet leaves zeros where there are no gradients, as Horovod
+    does.  They are sparse for embeddings of ``model`` with sparse gradients.
     """
     if not optimizer.state:
         modules = [] if model is None else model.modules()
@@ -348,8 +352,8 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
 
 
 def broadcast(optimizer: Any, root_rank: int) -> None:
-    """Give all ranks the state of ``root_rank``, except for entries that differ between ranks: of
-    these, the mean over the ranks that have a state (new ranks in an elastic run have none)."""
+    """Give all ranks the state of ``root_rank``.  Entries that differ between ranks become the mean
+    over the ranks that have a state; new ranks in an elastic run have none."""
     binding, hvd = optimizer.compression, optimizer.compression.hvd
     parameters = optimizer.known_parameters
     payload = broadcast_tree(
@@ -385,8 +389,8 @@ class _Slot(NamedTuple):
 
 
 def broadcast_tree(hvd: Any, tree: Any, root_rank: int) -> Any:
-    """Broadcast a nest of dicts, lists and tensors from the root to all ranks, and return it;
-    tensors are sent one by one, and arrive on the CPU.
+    """Broadcast a nest of dicts, lists and tensors from the root to all ranks, and return it.
+    Tensors are sent one by one, and arrive on the CPU.
 
     Raises:
         UnsupportedError: on all ranks, if a tensor of the root has no bytes to send.
@@ -483,7 +487,7 @@ def local_elastic_handler(base: type[Any]) -> type[Any]:
     """
 
     class LocalStepsHandler(base):
-        """Horovod's own, but that workers count their engines anew."""
+        """Horovod's own, but workers count their engines from the beginning."""
 
         def sync(self) -> None:
             ProcessSetEngine.begin_generation()

@@ -99,7 +99,7 @@ def keep(p: torch.Tensor, w: torch.Tensor, new: dict[str, Any], state: dict[str,
 
 
 class PartnerOptimizer(FormulaOptimizer):
-    """An optimizer that knows what its compression returns in the place of gradients."""
+    """An optimizer that knows what its compression returns instead of gradients."""
 
     def compressor(self, **options: Any) -> Any:
         """Return the compression for this optimizer; ``options`` are those that the optimizer does

@@ -1,7 +1,7 @@
 """States that each rank keeps for itself, or for a shard, those of all ranks in one checkpoint.
 
-Residuals differ between ranks, and most frameworks write one file on one rank.  Their mean is all
-that training depends on, and any number of ranks can load it; but only who gets back its own goes
+Residuals differ between ranks, and most frameworks write one file on one rank.  Training depends on
+their mean alone, and any number of ranks can load it.  A rank that gets back its own residuals goes
 on with the same bits.
 """
 
@@ -39,8 +39,11 @@ def placed(
 
 
 def gathered(saved: dict[str, Any], group: Any) -> dict[str, Any]:
-    """Return on the first rank of a process group the states of all, in the state dict that
-    ``DDPState.state_dict`` has made on each; on the others ``saved``.  A collective."""
+    """Return on the first rank of a process group the states of all, in a state dict.
+
+    It contains what ``DDPState.state_dict`` has made on each rank.  The others get ``saved``.  A
+    collective.
+    """
     mine = {
         name: {key: saved["states"][name][key].cpu() for key in keys}
         for name, keys in saved["per_rank"].items()
@@ -59,8 +62,8 @@ def _on_first(x: Any, group: Any) -> list[Any] | None:
 
 
 def own(saved: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
-    """Return the part of a rank in what :func:`gathered` returned, or what else was saved as it is.
-    Where there are other numbers of ranks now, each gets the mean.
+    """Return the part of a rank in a result of :func:`gathered`, or another state dict as it is.
+    Another number of ranks gets the mean.
 
     Raises:
         ConfigError: it is damaged.

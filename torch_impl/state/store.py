@@ -191,7 +191,7 @@ class ParameterStore(Store):
         return gradient
 
     def _scale_in(self, name: str, p: torch.nn.Parameter, is_rows: bool) -> float | None:
-        """Return by which loss scale a gradient is divided before it is exchanged."""
+        """Return the loss scale that a gradient is divided by before it is exchanged."""
         if not is_rows:  # without a state the scale may stay, and keeps half precisions from 0
             method = self.method.for_tensor(name, tuple(p.shape))
             if name not in self._stateful:
@@ -298,7 +298,7 @@ class ParameterStore(Store):
 
     def numbers(self) -> Terms:
         """Return the options of each parameter group that decide about steps, as text: learning
-        rate, weight decay, momentum, betas and others; and a sample of the weights."""
+        rate, weight decay, momentum, betas and others.  A sample of the weights is there, too."""
         optimizer = self.optimizer
         keys = sorted(optimizer.defaults.keys() - _WAYS)
         texts = [{key: _text(group.get(key)) for key in keys} for group in optimizer.param_groups]
@@ -307,7 +307,7 @@ class ParameterStore(Store):
 
     def sample_weights(self, step: int) -> None:
         """Look at some elements of some weights after a step, others each time, for the comparison
-        in the next one: in between, during backward, they may be each rank's own, as with SAM."""
+        in the next one.  During backward weights may be each rank's own, as with SAM."""
         optimizer = self.optimizer
         if getattr(optimizer, "steps_apart", False):  # 0/1 Adam's ranks, between two meetings
             return

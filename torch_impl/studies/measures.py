@@ -123,7 +123,7 @@ def folded(model: nn.Module) -> nn.Module:
     normalisation.
 
     Raises:
-        UnsupportedError: a batch normalisation does not stand behind a convolution or a linear
+        UnsupportedError: a batch normalisation does not stand after a convolution or a linear
             layer of the same ``Sequential``.
     """
     model = copy.deepcopy(model).eval()
@@ -141,7 +141,7 @@ def folded(model: nn.Module) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise UnsupportedError(
-                f"{name} cannot be folded: put it right behind its layer, in the same nn.Sequential"
+                f"{name} cannot be folded: put it right after its layer, in the same nn.Sequential"
             )
     return model
 
@@ -337,7 +337,7 @@ def adversarial_radius(
 
 @contextlib.contextmanager
 def _kept(weights: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """In this context weights may be disturbed in place; behind it they are what they were."""
+    """In this context weights may be disturbed in place; after it they are what they were."""
     kept = [w.detach().clone() for w in weights]
     with torch.no_grad():
         try:

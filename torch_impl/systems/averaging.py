@@ -16,11 +16,13 @@ def averaging(hvd: Any, module: str) -> Callable[..., None]:
 
     @torch.no_grad()
     def average_parameters(parameters: Any, process_set: Any = None) -> None:
-        """Overwrite tensors by their average over the ranks, the same bits on all of them.  A
-        collective, for the end of training that leaves ranks with models of their own.
+        """Average tensors over the ranks, in place and with the same bits on all of them::
 
-        Half precisions are added in float32.  Of integers, such as the counts of batches of batch
-        normalisation, all ranks get the largest.
+            hvd.average_parameters(model.state_dict())
+
+        A collective, for the end of training that leaves ranks with models of their own.  Half
+        precisions are added in float32.  Integers, such as the counts of batches of batch
+        normalisation, become the largest of all ranks.
 
         Args:
             parameters: ``model.parameters()``, ``model.named_parameters()`` or

@@ -47,17 +47,16 @@ _NO_BUFFERS = (
 
 
 class LocalStepsOptimizer(torch.optim.Optimizer):
-    """An optimizer whose ``step()`` is a local step with what a training method does around it.
+    """An optimizer whose ``step()`` is a local step, with the exchanges of a training method::
 
-    ``DistributedOptimizer(optimizer, method=...)`` makes it, with the ``names`` of parameters,
-    which may be ``sharded``.
+        optimizer = hvd.DistributedOptimizer(optimizer, method=hvd.DiLoCo(sync_every=100))
 
-    Nothing travels during the backward pass.  All ranks take equally many steps, which a step that
-    a ``GradScaler`` skips counts as, too: the rank stays where it is and meets the others in time.
+    That makes it, with the ``names`` of parameters, which may be ``sharded``. Nothing travels
+    during the backward pass.  All ranks take equally many steps.  A step that a ``GradScaler``
+    skips counts, too: the rank stays where it is and meets the others in time.
 
-    A parameter that is frozen, by ``requires_grad_(False)`` on all ranks, is given the value that
-    would be tested with the next step, the same on all ranks, and stays there.  Trained again, it
-    begins anew from where it is.
+    With the step after a parameter is frozen, by ``requires_grad_(False)`` on all ranks, it gets
+    the value that would be tested.  Trained again, it begins from there.
 
     Attributes:
         training: the method with its state: ``stats()``, ``set_epoch(epoch)``, ``exchanges``,
@@ -67,7 +66,6 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     >>> sgd = torch.optim.SGD([w], lr=0.1)
     >>> optimizer = hvd.DistributedOptimizer(sgd, method=hvd.LocalSGD(sync_every=2))
     >>> for _ in range(4):
-    ...     optimizer.zero_grad()
     ...     w.square().sum().backward()
     ...     optimizer.step()
     >>> optimizer.training.step, optimizer.training.exchanges
@@ -96,7 +94,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
 
     def report(self, loss: Any) -> None:
         """Tell the loss of this rank's batch, a number or a tensor of one element, before
-        ``step()``; needed by methods that choose by it, unless ``step`` gets a closure."""
+        ``step()``.  Methods that choose by losses need it, unless ``step`` gets a closure."""
         self.training.report(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -223,8 +221,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def synchronized_parameters(self) -> Iterator[None]:
-        """In this context the parameters are those that are to be tested, and to be saved; behind
-        it they are this rank's own again.  A collective."""
+        """In this context the parameters are those to be tested and saved; after it they are this
+        rank's own again.  A collective."""
         own = {p: p.detach().clone() for _, p, _ in self._trained()}
         self.synchronize_parameters()
         try:
@@ -236,8 +234,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_batch_norm(self, model: torch.nn.Module, batches: Iterable[Any]) -> None:
-        """Estimate the statistics of batch normalisation anew, as those of averaged parameters
-        differ from the averages of the ranks' statistics.  A collective.
+        """Estimate the statistics of batch normalisation for averaged parameters: they differ from
+        the averages of the ranks' statistics.  A collective.
 
         Args:
             model: with the parameters that are to be tested.
@@ -273,8 +271,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the user's optimizer, with the training method's state in it.
 
-        The former is this rank's own.  Of the latter, what all ranks have in common may be loaded
-        by any rank, and the rest, such as losses, is taken up by the same rank of as many only.
+        The former is this rank's own.  The common part of the latter may be loaded by any rank; the
+        rest, such as losses, by the same rank of as many only.
         """
         result: dict[str, Any] = super().state_dict()
         result[KEY] = self.training.state_dict()
@@ -433,9 +431,9 @@ def is_distributed(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def broadcast_training_state(hvd: Any, optimizer: LocalStepsOptimizer, root_rank: int) -> None:
-    """Give all ranks the state of ``root_rank``'s optimizer and what the training method has in
-    common; call ``consolidate_state_dict()`` before, on every rank.  A method whose state is each
-    rank's own begins anew on all ranks."""
+    """Give all ranks the state of ``root_rank``'s optimizer and the common part of the training
+    method's.  Call ``consolidate_state_dict()`` before, on every rank.  A method whose state is
+    each rank's own begins again on all ranks."""
     state = optimizer.state_dict() if hvd.rank() == root_rank else None
     if state is not None and optimizer.training.method.state_is_own:
         state[KEY]["state"] = {}
