@@ -88,6 +88,16 @@ def test_times_in_the_text_are_those_of_the_table():
     found = re.findall(r"([\d,]+) ms(?! of backward)", text)
     assert len(found) >= 9
     assert set(found) <= medians
+    once = {row.name for row in rows if len(row.seconds) == 1}
+    assert once == {"Horovod fp16", "DDP fp16", "linear", "fp8"}
+    assert "At 100 Mbit/s fp16, `linear` and `fp8` were measured once." in " ".join(text.split())
+
+
+def test_a_hook_takes_as_much_longer_as_the_page_says():
+    inner = (ROOT / "docs/performance-internals.md").read_text()
+    rows = re.findall(r"^\| `(?:DGC|TopK)\(.*\| (\d+) \| (\d+) \| \|$", inner, re.MULTILINE)
+    low, high = sorted(int(hook) / int(optimizer) for optimizer, hook in rows)
+    assert f"[{low:.1f} to {high:.1f} times]" in (ROOT / "docs/performance.md").read_text()
 
 
 def test_memory_in_the_page_is_what_was_measured():
