@@ -156,7 +156,11 @@ def table(columns: Columns, entry: Callable[[str, dict[str, Row]], str]) -> str:
 
 
 def median(name: str, own: dict[str, Row]) -> str:
-    return "" if name == "stream" else f"{1000 * own[name].median:,.0f}"
+    """Milliseconds, with a star where there is one sample only."""
+    if name == "stream":
+        return ""
+    once = "\\*" if len(own[name].seconds) == 1 else ""
+    return f"{1000 * own[name].median:,.0f}{once}"
 
 
 def multiple(name: str, own: dict[str, Row]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import json
 import re
@@ -88,9 +89,6 @@ def test_times_in_the_text_are_those_of_the_table():
     found = re.findall(r"([\d,]+) ms(?! of backward)", text)
     assert len(found) >= 9
     assert set(found) <= medians
-    once = {row.name for row in rows if len(row.seconds) == 1}
-    assert once == {"Horovod fp16", "DDP fp16", "linear", "fp8"}
-    assert "At 100 Mbit/s fp16, `linear` and `fp8` were measured once." in " ".join(text.split())
 
 
 def test_a_hook_takes_as_much_longer_as_the_page_says():
@@ -143,6 +141,8 @@ def test_a_rows_floor_is_that_of_its_bytes_and_of_a_stream():
     assert steps_report.beyond(own["Horovod fp32"], own) == (2.0, pytest.approx(1.5))
     assert steps_report.beyond(own["topk"], own) == (0.75, pytest.approx(0.4 + 0.25))
     assert "| topk | 1,250 |" in steps_report.medians(rows)
+    once = [dataclasses.replace(row, seconds=row.seconds[:1]) for row in rows]
+    assert "| topk | 1,250\\* |" in steps_report.medians(once)
     assert "| topk | 1.2 |" in steps_report.floors(rows)
     assert "| Gbit/s that arrive at each rank | 0.008 |" in steps_report.floors(rows)
 
