@@ -3,12 +3,14 @@
     python -m benchmarks.fetch_mnist
     python -m benchmarks.masking
     python -m benchmarks.masking --load --seeds 5
+    python -m benchmarks.masking --overview
     python -m benchmarks.masking --parts methods --seeds 3
 
 Trains a network of three layers on MNIST, and the LSTM of mpi_examples/accuracy.py on text, all
 ranks in this process.  DGC clears the velocity of what it sends (masking), so the more it sends,
 the less momentum there is; dense training without momentum is the limit.  What was trained is kept
-in ``--results`` and not trained again; with ``--load`` nothing is trained.
+in ``--results`` and not trained again; with ``--load`` nothing is trained.  ``--overview`` prints
+the table of docs/methods/dgc.md.
 """
 
 from __future__ import annotations
@@ -149,7 +151,21 @@ PARTS: dict[str, list[Cell]] = {
         trio(0.001)[2],
     ],
 }
-
+#: of the overview: how its columns are trained, and the methods in its rows
+COLUMNS: dict[str, dict[str, Any]] = {
+    "MNIST, 4 ranks": {},
+    "16 ranks": {"ranks": 16},
+    "12 epochs": {"epochs": 12},
+    "a wider network": WIDE,
+    "text, perplexity": TEXT,
+}
+ROWS = [
+    DENSE,
+    *(dgc(0.001, masking, warmup) for warmup in (True, False) for masking in (True, False)),
+    trio(0.001)[2],
+    *(dgc(0.01, masking, warmup) for warmup in (True, False) for masking in (True, False)),
+    trio(0.01)[2],
+]
 
 _mnist = functools.cache(mnist)
 
@@ -225,8 +241,12 @@ def main() -> None:
     parser.add_argument("--data-dir", default=str(mnist_cache()), help="with MNIST's files")
     parser.add_argument("--results", type=Path, default=RESULTS, help="what was trained")
     parser.add_argument("--load", action="store_true", help="train nothing: show what is known")
+    parser.add_argument("--overview", action="store_true", help="one table of all that is known")
     options = parser.parse_args()
     known = json.loads(options.results.read_text()) if options.results.exists() else {}
+    if options.overview:
+        print(overview(known))
+        return
     cells = [cell for part in options.parts for cell in PARTS[part]]
     runs = {c.key(seed): (c, seed) for seed in range(options.seeds) for c in cells}
     missing = {} if options.load else {key: run for key, run in runs.items() if key not in known}
@@ -263,6 +283,19 @@ def table(cells: list[Cell], seeds: int, known: dict[str, Any]) -> str:
                 f"| {cell.label} | {scores} | {loss:.4f} | {sent:.1f} KiB | {last:.1f} KiB "
                 f"| {len(found)} |"
             )
+    return "\n".join(lines)
+
+
+def overview(known: dict[str, Any]) -> str:
+    """One row a method, one column a training: means of all seeds, with one standard deviation."""
+    lines = [f"| | {' | '.join(COLUMNS)} |", f"|{'---|' * (len(COLUMNS) + 1)}"]
+    for row in ROWS:
+        entries = []
+        for training in COLUMNS.values():
+            keys = [row._replace(**training).key(seed) for seed in range(5)]
+            finals = [known[key]["final"] for key in keys if key in known]
+            entries.append(spread(finals).replace("+-", "±") if len(finals) > 2 else "-")
+        lines.append(f"| {row.label} | {' | '.join(entries)} |")
     return "\n".join(lines)
 
 

@@ -34,6 +34,8 @@ CHECKED = (
     "docs/index.md",
     "docs/install.md",
     "docs/measures.md",
+    "docs/methods",
+    "docs/methods.md",
     "docs/migration.md",
     "docs/mpi-training.md",
     "docs/mpi.md",
