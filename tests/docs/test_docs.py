@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import itertools
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from hvd_compress.engines.local import LocalEngine
 from hvd_compress.reduce import Reducer
 from hvd_compress.studies.step_sizes import kept_by_top_k
 from hvd_compress.testing import check_laws
+from mpi_examples.study import spread
 from tests import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,6 +118,24 @@ def test_shares_that_top_k_keeps_are_those_of_the_formulas():
 def test_the_table_of_dgc_is_of_its_runs():
     table = masking.overview(measured("masking"))
     assert table in (ROOT / "docs/methods/dgc.md").read_text(), "benchmarks.masking --overview"
+
+
+def test_the_table_of_local_steps_is_of_its_runs():
+    page = (ROOT / "docs/training/local-sgd.md").read_text()
+    known = measured("rounds")
+    for steps in (8, 15, 30, 50):
+        entries = []
+        for task, method in itertools.product(("digits", "lstm"), ("sparse_loco", "diloco")):
+            head = f"{task} {method}:sync_every={steps} "
+            runs = [run for key, run in known.items() if key.startswith(head)]
+            assert len(runs) == 5
+            entries.append(spread([run["final"] for run in runs]).replace("+-", "±"))
+            sent = statistics.mean(run["sent"] for run in runs)
+            entries.append(f"{sent / 1024:.2g} KiB" if sent < 10240 else f"{sent / 1024:.0f} KiB")
+        assert f"| {steps} | {' | '.join(entries)} |" in page
+    for task in ("digits", "lstm"):
+        dense = [run["final"] for key, run in known.items() if key.startswith(f"{task} none ")]
+        assert spread(dense).replace("+-", "±") in page
 
 
 def test_a_rows_floor_is_that_of_its_bytes_and_of_a_stream():
