@@ -27,6 +27,7 @@ setup(
         "hvd_compress.torch.mpi",
         "hvd_compress.torch.distributed",
         "hvd_compress.torch.optimizers",
+        "hvd_compress.torch.shards",
         "hvd_compress.torch.state",
         "hvd_compress.torch.studies",
         "hvd_compress.torch.systems",

@@ -34,6 +34,7 @@ from .ddp.process_groups import engine_over
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
 from .replicas import is_group
+from .shards import compress_shards
 from .systems.averaging import averaging
 
 
@@ -68,6 +69,7 @@ __all__ = [
     "OuterSGD",
     "average_parameters",
     "compress_replicas",
+    "compress_shards",
     "ddp_hook",
 ]
 

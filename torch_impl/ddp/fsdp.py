@@ -50,7 +50,7 @@ from .process_groups import ReplicaEngine
 
 _OTHER_TORCH = (
     f"FSDP2 of PyTorch {torch.__version__} keeps parameters elsewhere than that of 2.13, with "
-    "which compress_replicas was tested: install that version"
+    "which this package was tested: install that version"
 )
 
 
@@ -100,7 +100,7 @@ class ShardedModule:
     ) -> None:
         self.name = name or "the model"
         self._replicas, self._start = replicas, start
-        (self.group,) = _groups_of(module)
+        (self.group,) = groups_of(module)
         self._policy = module._get_fsdp_state()._mp_policy
         if self.group._all_reduce_hook is not None:
             raise ConfigError(
@@ -376,8 +376,8 @@ def compress_replicas(
     method: Compressor = as_fixed(compression)
     check_method(method, momentum, "compress_replicas(model, mesh['replica'], {})")
     group = group_of(replicas)
-    modules = _sharded_modules(model, group)
-    (first,) = _groups_of(modules[0][1])
+    modules = _replicated_modules(model, group)
+    (first,) = groups_of(modules[0][1])
     shards, device = first.mesh_info.shard_process_group, first.device
     options = {"method": repr(method), "momentum, nesterov": f"{momentum}, {nesterov}"}
     parameters = listed((f"{name} {p.dtype}", p.shape) for name, p in model.named_parameters())
@@ -403,12 +403,37 @@ def compress_replicas(
     return exchange
 
 
-def _sharded_modules(model: torch.nn.Module, replicas: dist.ProcessGroup) -> list[tuple[str, Any]]:
+def _replicated_modules(
+    model: torch.nn.Module, replicas: dist.ProcessGroup
+) -> list[tuple[str, Any]]:
+    """Return :func:`sharded_modules` of a model that ``replicas`` have whole.
+
+    Raises:
+        ConfigError: they are sharded among these, or PyTorch averages between replicas.
+    """
+    found = sharded_modules(model, HOW)
+    for name, module in found:
+        (parameters,) = groups_of(module)
+        mesh = parameters.mesh_info
+        if hasattr(mesh, "replicate_process_group"):
+            raise ConfigError(
+                f"{name or 'the model'} was given to fully_shard with both dimensions of the "
+                "mesh, so PyTorch averages between replicas itself, uncompressed and before any "
+                f"hook: {HOW}"
+            )
+        check_apart(dist.get_process_group_ranks(mesh.shard_process_group), replicas)
+    return found
+
+
+def sharded_modules(model: torch.nn.Module, how: str) -> list[tuple[str, Any]]:
     """Return the modules that ``fully_shard`` has sharded and that have parameters of their own,
     with their names in the model.  For modules that were given to it together, this is the first.
 
+    Args:
+        how: what to write instead, for errors.
+
     Raises:
-        ConfigError: there are none, or they are sharded among ``replicas``.
+        ConfigError: there are none.
         UnsupportedError: another FSDP has the model, or parameters of one module are on several
             meshes.
     """
@@ -421,11 +446,11 @@ def _sharded_modules(model: torch.nn.Module, replicas: dist.ProcessGroup) -> lis
         if isinstance(module, getattr(fsdp, "FullyShardedDataParallel", ())):
             raise UnsupportedError(
                 "this model is in FullyShardedDataParallel (FSDP1), which PyTorch has deprecated "
-                f"in favour of fully_shard, and whose gradients have no exchange here: {HOW}"
+                f"in favour of fully_shard, and whose gradients have no exchange here: {how}"
             )
         if not isinstance(module, fsdp.FSDPModule):
             continue
-        groups = _groups_of(module)
+        groups = groups_of(module)
         if len(groups) > 1:
             raise UnsupportedError(
                 f"parameters of {name or 'the model'} are on several meshes (shard_placement_fn), "
@@ -436,23 +461,13 @@ def _sharded_modules(model: torch.nn.Module, replicas: dist.ProcessGroup) -> lis
     if not found:
         raise ConfigError(
             "fully_shard was not called for any module of this model, or for none with "
-            f"parameters: {HOW}. A model that is whole on every rank belongs into "
+            f"parameters: {how}. A model that is whole on every rank belongs into "
             "DistributedDataParallel, with the hook hvd.ddp_hook"
         )
-    for name, module in found.values():
-        (parameters,) = _groups_of(module)
-        mesh = parameters.mesh_info
-        if hasattr(mesh, "replicate_process_group"):
-            raise ConfigError(
-                f"{name or 'the model'} was given to fully_shard with both dimensions of the "
-                "mesh, so PyTorch averages between replicas itself, uncompressed and before any "
-                f"hook: {HOW}"
-            )
-        check_apart(dist.get_process_group_ranks(mesh.shard_process_group), replicas)
     return list(found.values())
 
 
-def _groups_of(module: Any) -> list[Any]:
+def groups_of(module: Any) -> list[Any]:
     """Return FSDP2's groups of the parameters of an ``FSDPModule``: one for each mesh."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):

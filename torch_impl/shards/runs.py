@@ -1,0 +1,110 @@
+"""The codes of many runs of one flat array, wherever that is: in host memory by compiled loops, on
+a GPU by kernels that take all runs at once.  Both have the bits of the codecs' NumPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hvd_compress.codecs import Codec
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.kernels import loops_of, threads
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class Runs(Protocol):
+    """Codes of runs of elements of a flat array (float32), each at its place in an array of bytes
+    (uint8).  Arrays are on the device of the runs, and nothing waits for it."""
+
+    def encode(self, x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        """Write the codes of ``x``, and into ``x`` what they leave out of it.  Return 0 (float32,
+        no dimensions), or NaN if ``x`` is not finite: then codes are anything."""
+
+    def read(
+        self, codes: torch.Tensor, out: torch.Tensor, add: bool = False, ranks: int = 1
+    ) -> None:
+        """Write what codes mean into ``out``, or add it.  Of several ranks, whose codes are end to
+        end, the sum in the order of the ranks."""
+
+
+def runs_of(
+    codecs: Sequence[Codec],
+    spans: Sequence[slice],
+    places: Sequence[int],
+    like: torch.Tensor,
+) -> Runs:
+    """Return the runs for arrays in the memory of ``like``.
+
+    Args:
+        codecs, spans, places: of each run; the first bytes of codes are multiples of 4.
+
+    Raises:
+        UnsupportedError: there are no loops for that memory.
+    """
+    loops = loops_of(like)
+    if loops is None:
+        raise UnsupportedError(
+            f"compress_shards has codes for CPUs and for CUDA GPUs with Triton, and the model is "
+            f"on {like.device}: take 'bf16', which needs none"
+        )
+    if hasattr(loops, "Codes"):
+        return _OnDevice(loops.Codes(codecs, spans, like, places))
+    return _OnHost(codecs, spans, places)
+
+
+class _OnHost:
+    def __init__(
+        self, codecs: Sequence[Codec], spans: Sequence[slice], places: Sequence[int]
+    ) -> None:
+        self._runs = [
+            (
+                codec,
+                codec.bound(),
+                span,
+                slice(at, at + codec.size(span.stop - span.start, _FLOAT32)),
+            )
+            for codec, span, at in zip(codecs, spans, places, strict=True)
+        ]
+
+    def encode(self, x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        values, code, count, fine = x.numpy(), codes.numpy(), threads(), True
+        for _, bound, span, place in self._runs:
+            own = values[span]
+            fine &= bound.feed(own, None, None, [], None, own, code[place], count)[0]
+        return torch.tensor(0.0 if fine else math.nan)
+
+    def read(
+        self, codes: torch.Tensor, out: torch.Tensor, add: bool = False, ranks: int = 1
+    ) -> None:
+        values, count = out.numpy(), threads()
+        theirs = codes.numpy().reshape(ranks, -1)
+        for codec, bound, span, place in self._runs:
+            own = [row[place] for row in theirs]
+            if add:
+                for code in own:
+                    codec.decode_to(code, values[span], add=True)
+            else:
+                bound.mean(own, 1, values[span], True, count)
+
+
+class _OnDevice:
+    def __init__(self, codes: Any) -> None:
+        self._codes = codes
+
+    def encode(self, x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        made = self._codes.encode(x, [], codes)
+        made.take_off(x)
+        flags = made.notes.view(len(self._codes.layout), -1)[:, 0]  # of runs that are not finite
+        return torch.where(flags.any(), math.nan, 0.0)
+
+    def read(
+        self, codes: torch.Tensor, out: torch.Tensor, add: bool = False, ranks: int = 1
+    ) -> None:
+        if not add:
+            out.zero_()
+        self._codes.read(codes, out, add=True, ranks=ranks)
