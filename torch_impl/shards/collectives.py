@@ -122,6 +122,8 @@ class ReduceScatter(_Comm):
         x, notes = hops[0](input_tensor.view(-1, elements), 1.0 if hops[1:] else factor)
         for hop in hops[1:]:
             x, notes = hop(x, factor)
+        for hop in hops:
+            hop.settle(notes)
         if self.carried is not None:
             x.add_(self.carried, alpha=size * factor)
             # What did not arrive waits on.

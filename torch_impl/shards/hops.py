@@ -70,7 +70,8 @@ class Hop:
 
     def __call__(self, x: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of this rank's rows over the ranks, times a factor, of shape (rows,
-        elements), in float32; and 0, or NaN if a rank had something to code that is not finite.
+        elements), in float32; and 0, or NaN if a rank had something to code that is not finite.  What waits is what it was before
+        until :meth:`settle`.
 
         Args:
             x: (rows * ranks, elements); it may be overwritten.
@@ -102,11 +103,16 @@ class Hop:
         note = self._sent.encode(flat, message.view(-1))
         if self._beta:
             flat.add_(waits, alpha=self._beta)
-        codes = torch.empty_like(self.waits)
-        fine = self._kept.encode(flat, codes.view(-1))
-        # What is not finite goes into no residual.
-        torch.where((note + fine).isnan(), self.waits, codes, out=self.waits)
+        self._new = torch.empty_like(self.waits)
+        self._fine = self._kept.encode(flat, self._new.view(-1))
         return note
+
+    def settle(self, note: torch.Tensor) -> None:
+        """Take over what waits since the last call, unless a step was not finite: on any rank, then
+        ``note`` is NaN."""
+        if self.waits is not None:
+            torch.where((note + self._fine).isnan(), self.waits, self._new, out=self.waits)
+            del self._new
 
     def reset(self) -> None:
         """Forget what waits."""

@@ -1,0 +1,191 @@
+"""Compressed shards: laws in one process, and scenarios in a real job that torchrun starts."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hvd_compress.torch as hvd
+from hvd_compress.codecs import float8, linear
+from hvd_compress.torch.shards import hops
+from hvd_compress.torch.shards.rows import Part
+from tests import jobs, shards_worker
+from tests.scenarios import read
+
+RANKS = 4
+CODECS = [linear(bits=8, column=512), linear(bits=4, column=512), linear(bits=3, column=None)]
+CODECS += [float8("e4m3", 512), float8("e5m2", None)]
+PARTS = [Part("a", None, 700, False), Part("b", None, 33, True), Part("c", None, 1301, False)]
+
+
+@pytest.fixture
+def ranks(request):
+    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield request.param
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def messages(monkeypatch):
+    """What is sent to the ranks, one after the other; what arrives is the same."""
+    found = []
+
+    def sent(arrived, message, group):
+        found.append(message.numpy().copy())
+        arrived.copy_(message)
+
+    monkeypatch.setattr(dist, "all_to_all_single", sent)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [RANKS], indirect=True)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_messages_are_the_codes_of_numpy(ranks, rows, codec, messages):
+    random = np.random.default_rng(0)
+    elements = sum(part.elements for part in PARTS)
+    x = random.standard_normal((rows * ranks, elements)).astype(np.float32)
+    hop = hops.Hop(PARTS, codec, torch.float32, None, rows, torch.empty(0), 0.8)
+    out, note = hop(torch.from_numpy(x.copy()))
+    sent = messages[0].reshape(ranks, rows, -1)
+    for q, row in enumerate(x):
+        bytes_ = sent[q % ranks, q // ranks]
+        assert bytes_[:4].view(np.float32) == 0
+        for part, span in zip(
+            PARTS, (slice(0, 700), slice(700, 733), slice(733, None)), strict=True
+        ):
+            if part.is_exempt:
+                place = hop.row.plain[part.name].bytes
+                assert bytes_[place].tobytes() == row[span].tobytes()
+            else:
+                place = hop.row.coded[part.name].bytes
+                own = codec.for_shape((part.elements,))
+                assert bytes_[place].tobytes() == own.encode(row[span], random).tobytes()
+    # Of equal messages the sum is that of what rank 0 has sent to all, in float32.
+    own = [codec.for_shape((part.elements,)) for part in PARTS]
+    code = sent[:, 0, hop.row.coded["a"].bytes]
+    total = np.zeros(700, np.float32)
+    for each in code:
+        total += own[0].decode(each, 700, np.dtype(np.float32))
+    assert out[0, :700].numpy().tobytes() == total.tobytes()
+    assert note == 0
+
+
+@pytest.mark.parametrize("ranks", [RANKS], indirect=True)
+def test_what_waits_follows_loco(ranks, messages):
+    """In NumPy, with the residual's own codes: e = beta e + (1 - beta) (h - sent)."""
+    random, codec, beta = np.random.default_rng(0), linear(bits=4, column=512), 0.8
+    kept = linear(bits=8, column=512)
+    parts = [Part("a", None, 1024, False)]
+    hop = hops.Hop(parts, codec, torch.float32, None, 1, torch.empty(0), beta)
+    waits = np.zeros(ranks * 1024, np.float32)  # e / (1 - beta)
+    for _ in range(4):
+        g = random.standard_normal(ranks * 1024).astype(np.float32)
+        hop.settle(hop(torch.from_numpy(g.copy()).view(ranks, -1))[1])
+        h = g + np.float32(1 - beta) * waits
+        sent = codec.decode(codec.encode(h, random), h.size, h.dtype)
+        waits = np.float32(beta) * waits + (h - sent)
+        waits = kept.decode(kept.encode(waits, random), h.size, h.dtype)
+        found = torch.empty(ranks * 1024)
+        hop._kept.read(hop.waits.view(-1), found)
+        scale = np.abs(waits).max() / 127
+        assert np.abs(found.numpy() - waits).max() < 1.01 * scale  # a level, where rounding differs
+    assert hop.norm()["a"] == pytest.approx(np.linalg.norm(waits), rel=1e-2)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations, and those for which a host would wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = self.waits = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += 1
+        name = function.overloadpacket.__name__
+        self.waits += name in ("_local_scalar_dense", "nonzero", "equal")
+        return function(*args, **(kwargs or {}))
+
+
+def steady_step(**options):
+    """The operations of a step and those that wait, and what was sent."""
+    layers = [torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)]
+    model = torch.nn.Sequential(*layers)
+    for part in (*layers, model):
+        fully_shard(part)
+    exchange = hvd.compress_shards(model, "linear:bits=4", **options)
+    for _ in range(2):
+        with Launches() as launches:
+            model(torch.ones(2, 64)).sum().backward()
+    return launches.number, launches.waits, exchange.stats().total
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("options", [{}, {"parameters": "linear"}, {"residual": None}], ids=str)
+def test_launches_do_not_grow_with_the_ranks_and_the_host_waits_for_nothing(options, monkeypatch):
+    monkeypatch.setattr(hops, "agree", None, raising=False)
+    monkeypatch.setattr("hvd_compress.torch.shards.exchange.agree", lambda *_: None)
+    found = []
+    for ranks in (16, 64):
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        try:
+            number, waits, total = steady_step(**options)
+        finally:
+            dist.destroy_process_group()
+        assert waits == 0
+        assert total.bytes_sent < total.dense_bytes
+        found.append(number)
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_one_rank_trains_as_without():
+    losses = []
+    for method in (None, "linear:bits=4"):
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        try:
+            torch.manual_seed(0)
+            model = fully_shard(torch.nn.Linear(5, 3))
+            exchange = method and hvd.compress_shards(model, method, parameters="linear")
+            model(torch.ones(2, 5)).square().sum().backward()
+            losses.append(model.weight.grad.full_tensor())
+            if exchange:
+                exchange.load_state_dict(exchange.state_dict())
+                assert exchange.stats().total.bytes_sent == 0
+        finally:
+            dist.destroy_process_group()
+    assert torch.equal(*losses)
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    """``results()[rank]``: a problem or ``None`` by scenario name."""
+
+    @functools.cache
+    def run() -> list[dict[str, str | None]]:
+        folder = tmp_path_factory.mktemp("shards")
+        command = [*jobs.torchrun(RANKS), str(jobs.TESTS / "shards_worker.py"), str(folder)]
+        try:
+            jobs.run(command, timeout=240)
+        except jobs.JobError as error:
+            (folder / "failure").write_text(str(error))
+        return [read(folder, rank, [*shards_worker.SCENARIOS]) for rank in range(RANKS)]
+
+    return run
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, id=f"torchrun-{RANKS}@{name}") for name in shards_worker.SCENARIOS],
+)
+def test_scenario(results, name):
+    for rank, found in enumerate(results()):
+        assert found[name] is None, f"rank {rank}: {found[name]}"
