@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import collections
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import triton
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hvd_compress.codecs import float8, linear
 from hvd_compress.reduce import Reducer
 from hvd_compress.torch import backend
 from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
+from hvd_compress.torch.shards.hops import Hop
+from hvd_compress.torch.shards.rows import Part
 from tests.torch_impl.triton_laws import DEVICE, INTERPRETED, waits_of
 
 #: and how many kernels of ours are launched for a bucket of matrices and one of vectors
@@ -81,3 +85,46 @@ def test_the_host_waits_for_nothing_and_launches_do_not_grow(
     monkeypatch.setattr(tasks, "from_numpy", None)
     assert waits_of(lambda: reducer.reduce(gradients)) == 0
     assert launches.total() == METHODS[method], launches
+
+
+@pytest.mark.parametrize(
+    ("ranks", "codec"), [(2, float8()), (16, linear(4, 512))], indirect=["ranks"]
+)
+def test_shards_have_the_codes_of_numpy_and_the_host_waits_for_nothing(
+    ranks, codec, launches, monkeypatch
+):
+    sent, random = [], np.random.default_rng(0)
+
+    def exchanged(arrived, message, group):
+        sent.append(message.clone())
+        arrived.copy_(message)
+
+    monkeypatch.setattr(dist, "all_to_all_single", exchanged)
+    parts = [Part("a", None, 700, False), Part("b", None, 33, True), Part("c", None, 65, False)]
+    hop = Hop(parts, codec, torch.float32, None, 1, torch.empty(0, device=DEVICE), 0.8)
+    x = random.standard_normal((ranks, 798)).astype(np.float32)
+    given = torch.from_numpy(x).to(DEVICE)
+
+    def step():
+        sums, note = hop(given.clone())
+        hop.settle(note)
+        return sums
+
+    first = step()
+    rows = sent[0].view(ranks, -1).cpu().numpy()
+    a, c = (hop.row.coded[name] for name in ("a", "c"))
+    total = np.zeros(65, np.float32)
+    for row, own in zip(rows, x, strict=True):
+        assert row[a.bytes].tobytes() == codec.encode(own[a.span], random).tobytes()
+        assert row[c.bytes].tobytes() == codec.encode(own[c.span], random).tobytes()
+        total += codec.decode(row[c.bytes], 65, np.dtype(np.float32))
+    assert first[0, c.span].cpu().numpy().tobytes() == total.tobytes()
+    launches.clear()
+    assert INTERPRETED or waits_of(step) == 0  # the interpreter counts all copies
+    if INTERPRETED:
+        step()
+    assert launches.total() == (10 if isinstance(codec, float8) else 11), launches
+    given[0, 0] = torch.nan
+    waits = hop.waits.clone()
+    assert step().isnan().all()
+    assert torch.equal(hop.waits, waits)

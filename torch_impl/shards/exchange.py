@@ -129,9 +129,8 @@ class ShardExchange:
         if missing := names ^ set(waiting):
             raise refused(f"what waits of {min(missing)!r} was not loaded with it")
         local = {}
-        for name, its in waiting.items():
-            x: Any = its
-            if not isinstance(x, torch.Tensor) or not is_sharded(x):
+        for name, x in waiting.items():
+            if not is_sharded(x):
                 raise refused(f"what waits of {name!r} is no DTensor, as that of state_dict() is")
             expected = here[name].of.sharded_param
             if (x.shape, x.placements) != (expected.shape, expected.placements):

@@ -70,8 +70,8 @@ class Hop:
 
     def __call__(self, x: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of this rank's rows over the ranks, times a factor, of shape (rows,
-        elements), in float32; and 0, or NaN if a rank had something to code that is not finite.  What waits is what it was before
-        until :meth:`settle`.
+        elements), in float32; and 0, or NaN if a rank had something to code that is not finite.
+        What waits is what it was before until :meth:`settle`.
 
         Args:
             x: (rows * ranks, elements); it may be overwritten.
