@@ -55,28 +55,71 @@ TORCH, TF, KERAS = (
     "import tensorflow as tf",
     "import keras\nimport tensorflow as tf",
 )
-BOTH, SYSTEMS = "{0} {0}.callbacks", "systems systems.rounds systems.graphs systems.teachers"
-PAGES = (
-    page_of("methods", "Methods and schedules", "methods learned schedules", WORLD),
+BOTH = "{0} {0}.callbacks"
+COMMON = (
+    page_of("methods", "Methods and schedules", "methods learned advisor.auto schedules", WORLD),
+    page_of("training", "Training methods", "systems.rounds systems.graphs systems.teachers"),
+    page_of(
+        "stats", "Statistics", "stats integrations.logs", f"{LOCAL}\nfrom {ALL}.reduce import *"
+    ),
     page_of("errors", "Errors", "errors", f"import {ALL} as hvd\n{WORLD}"),
-    page_of("core", "The core", " reduce stats testing", LOCAL),
+)
+FRAMEWORKS = (
     page_of("torch", "PyTorch", "torch", framework=TORCH),
     page_of("trainers", "Trainers", "torch.lightning torch.transformers", framework=TORCH),
-    page_of("torch-mpi", "PyTorch over MPI", "torch.mpi", framework=TORCH),
-    page_of("tensorflow", "TensorFlow", "tensorflow", framework=TF),
     page_of("keras", "Keras", BOTH.format("tensorflow.keras"), framework=KERAS),
-    page_of("tensorflow-mpi", "TensorFlow over MPI", "tensorflow.mpi", framework=TF),
+    page_of("tensorflow", "TensorFlow", "tensorflow", framework=TF),
+    page_of("torch-mpi", "PyTorch over MPI", "torch.mpi", framework=TORCH),
     page_of("keras-mpi", "Keras over MPI", BOTH.format("tensorflow.keras.mpi"), framework=KERAS),
+    page_of("tensorflow-mpi", "TensorFlow over MPI", "tensorflow.mpi", framework=TF),
     page_of("mpi", "Collectives over MPI", "mpi", f"import {ALL}.mpi\nfrom mpi4py import MPI"),
-    page_of("systems", "Systems", f"{SYSTEMS} systems.servers"),
-    page_of("optimizers", "Formulas of optimizers", "optimizers"),
+)
+INTERNALS = (
+    page_of("internals", "Internals", " reduce testing systems systems.servers advisor", LOCAL),
     page_of("blocks", "Building blocks", "blocks", f"from {ALL} import Context\n{WORLD}"),
-    page_of("advisor", "The advisor", "advisor"),
+    page_of("optimizers", "Formulas of optimizers", "optimizers"),
     page_of("studies", "Studies", "studies.measures torch.studies.measures"),
 )
+#: a name stands on the first of these that has it
+PAGES = COMMON + INTERNALS + FRAMEWORKS
+#: the names that most programs need, by use: first on their pages, and on the first page
+MOST_USED = {
+    "Average gradients": (
+        "torch.DistributedOptimizer",
+        "torch.DDPState",
+        "torch.ddp_hook",
+        "torch.compress_replicas",
+        "tensorflow.keras.DistributedOptimizer",
+        "tensorflow.DistributedGradientTape",
+    ),
+    "Trainers": (
+        "torch.lightning.CompressedDDPStrategy",
+        "torch.transformers.CompressedTrainer",
+    ),
+    "Methods": (
+        "methods.DGC",
+        "methods.TopK",
+        "methods.PowerSGD",
+        "methods.FP16",
+        "methods.LinearQuantization",
+        "torch.OneBitAdam",
+    ),
+    "Schedules and training methods": (
+        "schedules.warmup_to",
+        "systems.rounds.LocalSGD",
+        "systems.rounds.DiLoCo",
+    ),
+    "Statistics and checkpoints": (
+        "stats.Stats",
+        "integrations.logs.log_stats",
+        "tensorflow.keras.callbacks.CompressionCallback",
+    ),
+}
 #: names of modules that have no list, or that are there beside it: made when they are asked for, or
 #: classes of what is returned
 MORE = {
+    f"{ALL}.advisor.auto": ["Auto"],
+    f"{ALL}.integrations.logs": ["log_stats"],
     f"{ALL}.schedules": [
         "After",
         "ExponentialWarmup",
@@ -100,11 +143,22 @@ MORE = {
 
 
 def names_of(module: ModuleType) -> list[str]:
-    """Return the public names of a module, those with dots being of modules inside of it."""
+    """Return the public names of a module: the most used ones, then all others.
+
+    Names with dots are those of modules inside of it.
+    """
     names = list(getattr(module, "__all__", ()))
     for name in MORE.get(module.__name__.replace("torch_impl", f"{ALL}.torch"), ()):
         names += getattr(module, name[1:]) if name.startswith("*") else [name]
-    return sorted(set(names), key=lambda name: (name.rpartition(".")[2].lower(), name))
+    used = [each.rpartition(".") for names in MOST_USED.values() for each in names]
+    first = [name for path, _, name in used if f"{ALL}.{path}" == module.__name__]
+
+    def place(name: str) -> tuple[Any, ...]:
+        short = name.rpartition(".")[2]
+        at = first.index(short) if short in first else len(first) + (short in OF_RETURNED)
+        return at, short.lower(), name
+
+    return sorted(set(names), key=place)
 
 
 def thing(module: ModuleType, name: str) -> Any:
@@ -115,10 +169,12 @@ def thing(module: ModuleType, name: str) -> Any:
 
 
 INTRODUCTION = """\
-All public names, from their docstrings. Users of PyTorch import `hvd_compress.torch as hvd`, users
-of Keras `hvd_compress.tensorflow.keras as hvd`; each of these has everything of the Horovod package
-whose place it takes, and the methods, schedules and errors of the first two pages. What is on no
-page may change in any release."""
+Users of PyTorch import `hvd_compress.torch as hvd`, users of Keras
+`hvd_compress.tensorflow.keras as hvd`. Each has all names of the Horovod package that it replaces,
+and this package's methods, schedules, training methods and errors.
+
+The first tables have the names that most programs need. The pages below them have all public names,
+from their docstrings. Names on no page may change in any release."""
 #: what users need of classes that they do not make themselves
 OF_RETURNED = {
     "Binding": {"epoch", "method", "report_at_exit", "reset_stats", "set_epoch", "stats", "step"},
@@ -366,8 +422,8 @@ class Writer:
                 self.places[key] = f"{page.file}.md" + f"#{anchor}" * (anchor not in taken)
                 taken.add(anchor)
                 own += [f"### {short}", self.entry(short, of, self.places[key])]
-            parts += [f"Also here, from other pages: {', '.join(elsewhere)}."] if elsewhere else []
             parts += own
+            parts += [f"Also here, from other pages: {', '.join(elsewhere)}."] if elsewhere else []
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def entry(self, name: str, of: Any, place: str) -> str:
@@ -387,18 +443,43 @@ class Writer:
 def pages() -> dict[str, str]:
     """Return the text of each page of the API by its file's name."""
     writer = Writer()
-    return {f"{page.file}.md": writer.page(page) for page in PAGES} | {"index.md": index()}
+    written = {f"{page.file}.md": writer.page(page) for page in PAGES}
+    return written | {"index.md": index(writer)}
 
 
-def index() -> str:
-    rows = []
-    for page in PAGES:
-        for path in page.modules:
-            doc = (importlib.import_module(path).__doc__ or "").strip()
-            first = prose(re.split(r"\n\n|(?<=\.)\s|::|;", doc)[0].splitlines()).rstrip(":.")
-            rows.append(f"| [`{path}`]({page.file}.md#{slug(path)}) | {first} |")
-    table = "\n".join(["| module | what it has |", "|---|---|", *rows])
-    return f"# API\n\n<!-- written by scripts/api.py -->\n\n{INTRODUCTION}\n\n{table}\n"
+def index(writer: Writer) -> str:
+    """Return the first page: the most used names, then all modules."""
+    parts = ["# API", "<!-- written by scripts/api.py -->", INTRODUCTION]
+    for use, names in MOST_USED.items():
+        parts += [f"## {use}", _table("name", "use", [_used(name, writer) for name in names])]
+    for title, pages in (
+        ("All modules", FRAMEWORKS + COMMON),
+        ("Modules for developers", INTERNALS),
+    ):
+        rows = [_module(path, page) for page in pages for path in page.modules]
+        parts += [f"## {title}", _table("module", "contents", rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(left: str, right: str, rows: list[str]) -> str:
+    return "\n".join([f"| {left} | {right} |", "|---|---|", *rows])
+
+
+def _used(name: str, writer: Writer) -> str:
+    path, _, short = f"{ALL}.{name}".rpartition(".")
+    of = getattr(importlib.import_module(path), short)
+    return f"| [`{name}`]({writer.places[id(of)]}) | {_first_sentence(documented(of))} |"
+
+
+def _module(path: str, page: Page) -> str:
+    said = _first_sentence(importlib.import_module(path).__doc__ or "")
+    return f"| [`{path}`]({page.file}.md#{slug(path)}) | {said} |"
+
+
+def _first_sentence(doc: str) -> str:
+    return prose(re.split(r"\n\n|(?<=\.)(?<!al\.)\s|::|;", doc.strip())[0].splitlines()).rstrip(
+        ":."
+    )
 
 
 def write(texts: dict[str, str], folder: Path) -> None:
