@@ -50,6 +50,7 @@ def page_of(file: str, title: str, modules: str, also: str = "", framework: str 
 
 WORLD = f"from {ALL}.engines.lockstep import World"
 LOCAL = f"from {ALL}.engines.local import LocalEngine\n{WORLD}"
+ROUNDS = f"{LOCAL}\nfrom {ALL}.systems.rounds import *"
 TORCH, TF, KERAS = (
     "import torch",
     "import tensorflow as tf",
@@ -75,7 +76,7 @@ FRAMEWORKS = (
     page_of("mpi", "Collectives over MPI", "mpi", f"import {ALL}.mpi\nfrom mpi4py import MPI"),
 )
 INTERNALS = (
-    page_of("internals", "Internals", " reduce testing systems systems.servers advisor", LOCAL),
+    page_of("internals", "Internals", " reduce testing systems systems.servers advisor", ROUNDS),
     page_of("blocks", "Building blocks", "blocks", f"from {ALL} import Context\n{WORLD}"),
     page_of("optimizers", "Formulas of optimizers", "optimizers"),
     page_of("studies", "Studies", "studies.measures torch.studies.measures"),

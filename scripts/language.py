@@ -55,6 +55,8 @@ CHECKED = (
     *(f"hvd_compress/{name}.py" for name in ("base", "chain", "config", "errors", "stats")),
     "scripts",
     "tf",
+    "torch_impl/ddp",
+    "torch_impl/distributed",
     *(f"torch_impl/{name}" for name in ("mpi", "optimizers", "state", "studies", "systems")),
 )
 #: parts of sentences that break a rule for a good reason

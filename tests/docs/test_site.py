@@ -109,6 +109,17 @@ def test_every_public_name_is_on_an_api_page_once(api, written):
             assert set(getattr(module, "__all__", ())) <= set(public)
 
 
+def test_the_first_page_begins_with_the_names_that_most_programs_need(api, written):
+    used = [name for names in api.MOST_USED.values() for name in names]
+    assert len(used) == 20
+    rows = re.findall(
+        r"^\| \[`([\w.]+)`\]\(([\w-]+\.md)#\w+\) \| .+ \|$", written["index.md"], re.M
+    )
+    assert [name for name, _ in rows][:20] == used
+    for name, page in rows[:20]:
+        assert f"\n### {name.rpartition('.')[2]}\n" in written[page], f"{name} is not on {page}"
+
+
 def test_every_public_name_has_a_description(api):
     for page in api.PAGES:
         for path in page.modules:

@@ -1,11 +1,11 @@
 """The gradients in a bucket of DistributedDataParallel, and which parameters a pass has used.
 
-A bucket is one flat buffer.  ``GradBucket.gradients()`` cuts it as if each parameter were real and
-its elements in their own order, which neither complex parameters nor those of another memory format
-are.  So it is cut here, as DDP cuts it: by the parameters' shapes and strides.
+A bucket is one flat buffer.  ``GradBucket.gradients()`` cuts it as if each parameter were real,
+with its elements in their own order.  Complex parameters and those of another memory format are
+not.  So it is cut here, as DDP cuts it: by the parameters' shapes and strides.
 
-Where no rank has used a parameter, DDP drops what its hook returns.  What the exchange took out of
-the residual would be lost, so the state of such a parameter stays as it was.
+If no rank has used a parameter, DDP drops the hook's result.  The elements that an exchange takes
+from the residual would be lost, so the state of such a parameter stays as it was.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def check_bucket(bucket: Any) -> None:
     """Raise ``UnsupportedError`` unless this is a bucket of gradients that are dense."""
     if not isinstance(bucket, dist.GradBucket):
         raise UnsupportedError(
-            f"ddp_hook got {type(bucket).__name__} in the place of a bucket: PyTorch's Python "
+            f"ddp_hook got {type(bucket).__name__} instead of a bucket: PyTorch's Python "
             "reducer hands over gradients one by one. Write torch._dynamo.config.optimize_ddp = "
-            'True in the place of "python_reducer", before DistributedDataParallel is made'
+            'True instead of "python_reducer", before DistributedDataParallel is made'
         )
     if bucket.buffer().layout is not torch.strided:
         raise UnsupportedError(
@@ -74,8 +74,8 @@ def _is_dense(p: torch.Tensor) -> bool:
 
 
 def may_leave_out(model: torch.nn.Module | None) -> bool:
-    """Return whether a backward pass of a model may leave parameters out: DDP says so of itself,
-    and of what is not in DDP yet nothing is known."""
+    """Return whether a backward pass of a model may leave parameters out.  DDP says so of itself; a
+    model outside of DDP may."""
     if not isinstance(model, DistributedDataParallel):
         return True
     return bool(model.find_unused_parameters or model.static_graph)
@@ -106,7 +106,7 @@ class UsedParameters:
         }
 
     def forget(self) -> None:
-        """Begin anew, since the gradients have been exchanged."""
+        """Begin again, since the gradients have been exchanged."""
         self._noted.clear()
 
 

@@ -1,7 +1,7 @@
 """Compressed exchanges between the replicas of a model that FSDP2 shards.
 
-Inside a node ``fully_shard`` gathers and reduces as always, over the shard dimension of a mesh;
-between nodes the replicas of each shard average it by a method of this package::
+Inside a node ``fully_shard`` gathers and reduces as always, over the shard dimension of a mesh.
+Between nodes the replicas of each shard average it by a method of this package::
 
     mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replica", "shard"))
     for layer in model.layers:
@@ -12,11 +12,11 @@ between nodes the replicas of each shard average it by a method of this package:
 After ``loss.backward()`` the gradients are averages over all ranks, as with PyTorch's own HSDP.
 
 FSDP2 reduces the gradients of a module's parameters inside the shard group into one flat tensor,
-hands that to a hook, and makes the parameters' gradients of it afterwards: it divides (for
+and passes that to a hook.  Afterwards it makes the parameters' gradients of it: it divides (for
 float16), casts to the dtype of the parameters, and cuts.  The hook returns before the average over
-the replicas is there.  So it takes the flat gradient away and leaves ones; what FSDP2 makes of ones
-is then the factor by which it would have scaled, in the dtype and the memory that it wants, and the
-average has only to be multiplied in.
+the replicas is there.  So it takes the flat gradient away and leaves ones.  FSDP2 turns these into
+the factor by which it would have scaled, in the dtype and the memory that it wants.  At the end the
+average is multiplied in.
 
 With ``set_gradient_divide_factor(f)`` PyTorch's own HSDP returns the sum over all ranks, divided by
 ``f``.  The hook then leaves the number of replicas instead of ones, which makes the average over

@@ -87,43 +87,32 @@ class _Use:
 
 
 class DDPState(Controls):
-    """The state of :func:`ddp_hook`; each model needs its own.
+    """The method with its state for one model in DistributedDataParallel, for :func:`ddp_hook`::
 
-    It may be made before the model and the process group, as Lightning does; then the first
-    gradients that the hook gets bind it.  If none ever come, because the hook was not registered, a
-    ``RuntimeWarning`` says so at the first look at statistics or state, and at the end.
+        state = hvd.DDPState(hvd.TopK(density=0.01), model)
+        model.register_comm_hook(state, hvd.ddp_hook)
 
-    After an exception in the middle of a backward pass, which DistributedDataParallel itself does
-    not survive, the state serves a new one around the same model, if all ranks have had it.
+    Made before the model and the process group, it takes those of the first gradients.  Unused, it
+    warns at the first look at statistics or state, and at the end.
 
     Args:
         compression: a method, its class, its name, or a text such as "dgc:density=0.01".
-        model: whose gradients are exchanged, inside of DistributedDataParallel or without it.
-            Without it, parameters are called by their place in it, "parameter.0", in statistics,
-            checkpoints and rules by name.
-        process_group: the ranks to average over, as for DistributedDataParallel, which knows it: so
-            it may be left out where ``model`` is one.
-        momentum, nesterov: for methods that take momentum over (DGC): then the optimizer must have
-            none, since a hook cannot switch it off.  ``momentum=0.0`` for none at all.
+        model: its parameters' names appear in statistics, checkpoints and rules; without it they
+            are "parameter.0" and so on.
+        process_group: the ranks to average over; by default those of ``model``.
+        momentum, nesterov: for methods that take momentum over (DGC), instead of the optimizer's,
+            which a hook cannot switch off; 0.0 for none.
         seed: for randomness that the ranks share.
-        residuals: what of them a consolidated :meth:`state_dict` has: "mean", of the size of one
-            rank's, or "ranks", those of all ranks, on rank 0.  Both can be loaded by any number of
-            ranks; as many ranks go on from "ranks" with the bits of a run without a pause.
-        nodes: the ranks of a node average uncompressed, and share the exchange with other nodes:
-            of L ranks each has the states of 1/L of the elements.  "auto" finds the nodes by
-            torchrun's numbers and the hosts' names; or their number, of equally many neighbouring
-            ranks each; or a mesh of two dimensions, (nodes, ranks of a node).  ``None``: every rank
-            exchanges whole gradients.  States, statistics and options by size are those of a rank's
-            shards, and the state is made, or gets its first gradients, on all ranks together.
-            All ranks pass it: those with ``None`` would not take part in the comparison, and the
-            others wait for them.
+        residuals: in a consolidated :meth:`state_dict`: their "mean", or all "ranks'" on rank 0.
+            As many ranks go on from "ranks" with the same bits.
+        nodes: "auto" (torchrun's numbers, hosts' names), a number or a mesh (nodes, ranks).  Ranks
+            of a node average uncompressed and share the exchange, statistics and states of other
+            nodes, each 1/L of the elements.  All ranks pass it; ``None``: every rank exchanges
+            whole gradients.
 
     Raises:
-        ConfigError: the method takes momentum over, and none was named; ``residuals`` is neither
-            of the two; the process group has other ranks than the model's; nodes have different
-            numbers of ranks, a mesh has other ranks, or the method is "auto" there; or, from the
-            hook, this state belongs to another model.
-        MismatchError: the ranks differ in method, options or parameters, where there are nodes.
+        ConfigError: an option does not fit the method, the model or the process group.
+        MismatchError: with ``nodes``, the ranks differ in method, options or parameters.
 
     >>> torch.distributed.init_process_group(
     ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -233,11 +222,13 @@ class DDPState(Controls):
         return super().stats()
 
     def state_dict(self, *, consolidate: bool = True) -> dict[str, Any]:
-        """Return the state for ``torch.save``.  This is a collective unless ``consolidate`` is
-        false: residuals are averaged over the ranks, or gathered on rank 0, so that any number of
-        ranks can load rank 0's state dict.  With ``nodes`` that is the first rank of each node, and
-        nodes of as many ranks can load it, however many they are.  What was loaded stays as it is
-        until the first gradients come."""
+        """Return the state for ``torch.save``, which any number of ranks can load.
+
+        A collective unless ``consolidate`` is false: residuals are averaged over the ranks, or
+        gathered on rank 0, which saves.  With ``nodes`` the first rank of each node saves; any
+        number of nodes of as many ranks can load it.  A loaded state stays as it is until the first
+        gradients come.
+        """
         check_choice("consolidate", consolidate, (True, False))
         if self._loaded is not None:
             return dict(self._loaded)
@@ -311,8 +302,8 @@ class DDPState(Controls):
         return own_bucket.future
 
     def _has_all_of_a_static_graph(self, bucket: dist.GradBucket) -> bool:
-        """Whether all gradients are there in the first pass of a static graph, in which DDP says of
-        every bucket that it is the first and not the last."""
+        """Whether all gradients are there in the first pass of a static graph.  DDP says of every
+        bucket in it that it is the first and not the last."""
         if bucket.index() == len(self._buckets) - 1:
             return False
         expected = sum(p.requires_grad and n not in self._ignored for p, n in self._names.items())
@@ -354,8 +345,12 @@ class DDPState(Controls):
 
 
 def check_method(method: Compressor, momentum: float | None, call: str) -> None:
-    """Raise ``ConfigError`` if a method needs an optimizer of its own, or the momentum of one that
-    a hook does not see; ``call``: the user's, with ``{}`` for the method."""
+    """Raise ``ConfigError`` if a method needs an optimizer of its own, or the momentum of one.  A
+    hook sees neither.
+
+    Args:
+        call: the user's, with ``{}`` for the method.
+    """
     check_partner(method, None, None)
     if method.takes_momentum and momentum is None and method.momentum is None:
         with_momentum = call.format(f"{type(method).__name__}(momentum=0.9)")

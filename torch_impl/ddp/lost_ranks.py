@@ -1,5 +1,5 @@
-"""Whom a collective of a process group waited for in vain: PyTorch's own error says what happened
-to a connection, and names no rank."""
+"""The ranks that a collective of a process group waited for in vain.  PyTorch's own error describes
+a connection, and names no rank."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _WHAT = (
 def naming_lost_ranks(group: Any) -> Iterator[None]:
     """Add to an error of a collective in this block from which ranks there is no word.
 
-    Every rank that fails tells the others so by the job's store, which needs none of them but the
-    one, or the launcher, that keeps it.
+    Every rank that fails tells the others by the job's store.  It needs the rank, or the launcher,
+    that keeps it alone.
 
     Args:
         group: the process group, or ``None`` for the default one.

@@ -1,6 +1,6 @@
 """Several ranks in a node, which share the work of an exchange between nodes.
 
-The ranks of a node average a bucket of gradients among themselves, uncompressed, and each keeps a
+The ranks of a node average a bucket of gradients among themselves, uncompressed.  Each keeps a
 shard of it: 1/L of the elements, if a node has L ranks.  Ranks with the same shard exchange it
 between nodes, by a method with states of the shard alone.  At last a node's ranks give each other
 their results.
@@ -90,8 +90,8 @@ class BucketShard:
     """A bucket of gradients on its way through a node.
 
     Each tensor is divided by itself, so that a rank has the same part of it in whatever bucket DDP
-    puts it.  A tensor with at least as many rows as the node has ranks is divided by rows, and a
-    method finds a matrix; any other is divided by elements.  Parts differ by one row at most.
+    puts it.  A tensor with at least as many rows as the node has ranks is divided by rows, so that
+    a method finds a matrix.  Any other is divided by elements.  Parts differ by one row at most.
 
     Args:
         nodes: where this rank is.
@@ -123,8 +123,8 @@ class BucketShard:
         self.parts = [self._own[start : start + x.numel()].view(x) for start, x in own]
 
     def _pieces(self, rows: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the pieces of the gradients, and where they are in ``rows``: of each tensor those
-        of the ranks that have a row more, and those of the other ranks."""
+        """Return the pieces of the gradients, and where they are in ``rows``.  Those of the ranks
+        that have a row more come first."""
         gradients, places = [], []
         for flat, (begin, least, row, more) in zip(self._flats, self._cuts, strict=True):
             head = more * (least + row)
@@ -191,7 +191,7 @@ def check_nodes(nodes: Any) -> None:
 
 
 def nodes_of(nodes: Any, group: Any, device: torch.device, terms: Terms) -> Nodes | None:
-    """Return this rank's place among nodes; ``None`` where each node has one rank, and nothing to
+    """Return this rank's place among nodes; ``None`` if each node has one rank, with nothing to
     share.  A collective of all ranks of ``group``, which also compares ``terms``.
 
     Args:
@@ -201,8 +201,8 @@ def nodes_of(nodes: Any, group: Any, device: torch.device, terms: Terms) -> Node
         device: that of the gradients.
 
     Raises:
-        ConfigError: nodes have different numbers of ranks, or a mesh has other ranks, or in an
-            order in which ranks with the same shard would not be in one column.
+        ConfigError: nodes have different numbers of ranks, or a mesh has other ranks, or another
+            order than ranks with the same shard in a column.
         MismatchError: the ranks differ in ``terms`` or nodes.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)

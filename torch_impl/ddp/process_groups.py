@@ -30,9 +30,9 @@ class ProcessGroupEngine(TorchEngine):
     """Exchanges over a process group of ``torch.distributed``, which all ranks start in the same
     order.
 
-    What is in host memory and travels over NCCL comes back to host memory: in one copy, however
-    many ranks there are, for which the host waits once.  What the ranks compare over NCCL is looked
-    at in the next step, since the host would wait for all that the GPU has still to do.
+    Arrays in host memory that travel over NCCL come back in one copy, however many ranks there are,
+    and the host waits for it once.  It looks at comparisons over NCCL in the next step, since it
+    would wait for all the work of the GPU.
 
     Args:
         group: the process group; ``None`` for the default one.
@@ -173,8 +173,8 @@ class ProcessGroupEngine(TorchEngine):
 
 
 class ReplicaEngine(ProcessGroupEngine):
-    """Exchanges between replicas, in which half precisions are added in float32: 16 bits travel, as
-    many as in a ring, and the sum is rounded once."""
+    """Exchanges between replicas, in which half precisions are added in float32.  The messages have
+    16 bits, as many as in a ring, and the sum is rounded once."""
 
     def _sum(self, array: torch.Tensor, name: str) -> Generator[Op, Any, torch.Tensor]:
         half = array.dtype in (torch.float16, torch.bfloat16)

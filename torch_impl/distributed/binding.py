@@ -31,9 +31,11 @@ logger = logging.getLogger("hvd_compress")
 
 @dataclasses.dataclass(eq=False)
 class Watched:
-    """A parameter with a hook and its name: its backward passes since the last exchange, whether
-    these were all, and with which gradient its exchange has begun, of which version, at which
-    address."""
+    """A parameter with a hook and its name.
+
+    It knows its backward passes since the last exchange and whether these were all.  It also knows
+    the gradient that its exchange has begun with, of which version, at which address.
+    """
 
     parameter: torch.nn.Parameter
     name: str
@@ -45,9 +47,11 @@ class Watched:
 
 
 def changed_since(everyone: Iterable[Watched]) -> list[torch.nn.Parameter]:
-    """Return those to whose gradients somebody has written since their exchange began, or put
-    others there.  A gradient that was given other memory is not known to have other numbers, and
-    views share their version with all of the buffer that they are in."""
+    """Return those whose gradients were written to, or replaced, since their exchange began.
+
+    A gradient in other memory is not known to have other numbers.  Views share their version with
+    the whole buffer that they are in.
+    """
     return [
         each.parameter
         for each in everyone
@@ -369,9 +373,9 @@ class Binding(Controls):
 
     @contextlib.contextmanager
     def optimizer_step(self) -> Iterator[None]:
-        """Hide, while the user's optimizer steps, what has acted already: momentum and decay are
-        off, and this package's state is removed, since Adam and others take a state that is not
-        empty for their own."""
+        """Hide the parts that have acted already while the user's optimizer steps.  Momentum and
+        decay are off.  This package's state is removed, since Adam and others take a state that is
+        not empty for their own."""
         self.reducer.forget_undo()
         if self.reducer.sparse_results:
             check_sparse_step(self.store.optimizer, self.method)

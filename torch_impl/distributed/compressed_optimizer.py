@@ -255,8 +255,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self.zero_grad()
 
     def end_step(self) -> None:
-        """Expect new gradients: those of this step are used up, or a scaler has left it out; what
-        waits is then as it was, if that was kept."""
+        """Expect new gradients: those of this step are used up, or a scaler has left it out.
+        States are then as they were, if that was kept."""
         if self._synchronized and self.compression.reducer.can_discard:
             self.compression.reducer.discard()
         self._synchronized = False
@@ -394,8 +394,8 @@ def _remove(hooks: Iterable[Any]) -> None:
 
 
 def take_over(distributed: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer of a class made from the user's all that the user's has: options, state and
-    step hooks go on, whatever arguments the user's class has."""
+    """Give an optimizer all that the user's has: options, state and step hooks.  Its class is made
+    from the user's, whatever arguments that has."""
     # A scheduler that was made before has put its own step() in the way of the class's.
     cls = type(optimizer)
     distributed.__dict__.update(

@@ -48,8 +48,7 @@ def wrap_factory(
 
     @in_place_of(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        """Return an optimizer whose ``step()`` works on the gradients of all ranks, or one that
-        trains by a ``method`` such as ``hvd.ExactDiffusion(topology="cycle")``::
+        """Return an optimizer whose ``step()`` steps along compressed averages over all ranks::
 
             optimizer = hvd.DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -57,22 +56,22 @@ def wrap_factory(
                 compression=hvd.DGC(density=0.01),
             )
 
-        It is of a class made from that of ``optimizer``, and steps along the averages of
-        gradients, of the shapes and dtypes of the parameters; with a method of this package it is
-        a :class:`CompressedOptimizer`, with ``method`` a :class:`LocalStepsOptimizer`.
+        With ``method=hvd.DiLoCo(sync_every=100)`` it trains by that method instead.  Its class is
+        made from that of ``optimizer``: it is a :class:`CompressedOptimizer`, or with ``method`` a
+        :class:`LocalStepsOptimizer`.  ``optimizer.compression.stats()`` counts its bytes, and
+        ``optimizer.consolidate_state_dict()`` goes before a checkpoint.
 
         Args:
-            optimizer: of any class of ``torch.optim`` but ``LBFGS``; its momentum and weight decay
-                are handed over to methods that take them.
+            optimizer: of any class of ``torch.optim`` but ``LBFGS``; methods that take momentum and
+                weight decay over get them from it.
             named_parameters: ``model.named_parameters()``, for statistics and rules by name.
             compression: a method such as ``hvd.DGC``, an instance, its name, or a text such as
-                "dgc:density=0.01"; the optimizer is this package's then.  With Horovod's own, and
-                with none unless ``HVD_COMPRESSION`` names one, it is Horovod's.
+                "dgc:density=0.01".  With Horovod's own, and with none unless ``HVD_COMPRESSION``
+                names one, the optimizer is Horovod's.
             seed: for randomness that the ranks share.
             sparse_step: averages of top-k's elements are sparse gradients, so that
                 ``torch.optim.SGD`` writes no other elements of a parameter.
-            method: a training method, which sends no gradients; options of these are left out
-                then.
+            method: a training method, which sends no gradients and takes no options of these.
 
         Raises:
             ConfigError, UnsupportedError: an option has a value that cannot be honoured.

@@ -1,16 +1,16 @@
 """Registration with Horovod, so that ``import horovod.torch as hvd`` works with this package.
 
-Horovod gives a compressor neither the parameters nor the optimizer, and DGC needs both. So the
-public functions that take an optimizer are wrapped when this package is imported; calls without
-this package's compressors are passed on unchanged, after ranks have compared HVD_COMPRESSION. No
+Horovod gives a compressor neither the parameters nor the optimizer, and DGC needs both.  So the
+public functions that take an optimizer are wrapped when this package is imported.  Calls without
+this package's compressors are passed on unchanged, after ranks have compared HVD_COMPRESSION.  No
 file of Horovod is changed, and nothing private of it is used under PyTorch; docs/design.md has the
 list for TensorFlow.
 
-``torch.amp.GradScaler`` is wrapped as well: ``scale`` notes the scale of the backward pass that
-will follow (:mod:`hvd_compress.torch.amp`); ``unscale_`` finishes the exchanges in flight, so that
-``scaler.step(optimizer)`` works without an explicit ``optimizer.synchronize()``; and after
-``step``, taken or skipped, the step is over.  For an optimizer with local steps a step that is
-skipped counts as well, so that the rank meets the others in time.
+``torch.amp.GradScaler`` is wrapped as well.  ``scale`` notes the scale of the backward pass that
+will follow (:mod:`hvd_compress.torch.amp`).  ``unscale_`` finishes the exchanges in flight, so that
+``scaler.step(optimizer)`` works without ``optimizer.synchronize()``.  After ``step``, taken or
+skipped, the step is over.  An optimizer with local steps counts skipped steps as well, so that the
+rank meets the others in time.
 """
 
 from __future__ import annotations
