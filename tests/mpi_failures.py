@@ -1,7 +1,7 @@
 """``mpirun -np 3 python mpi_failures.py CASE FOLDER``: jobs that go wrong.
 
 Each rank writes the errors that it meets to ``FOLDER/RANK``, a line of JSON for each: what it
-called, the error, its message, the seconds until then.  ``test_mpi_failures.py`` reads them.
+called, the error, its message, the seconds until then.  ``mpi/test_failures.py`` reads them.
 """
 
 from __future__ import annotations

@@ -149,6 +149,8 @@ def run_scenarios(folder: Path, job: Job) -> None:
         env |= {"SCENARIOS_OVER": "tensorflow", "TF_USE_LEGACY_KERAS": "1"}
     if job in FULL:
         env["SCENARIOS_FULL"] = "1"
+    elif job.over == "tensorflow" and "graphs" not in job.modules:
+        env["SCENARIOS_GRAPPLER"] = "0"
     if job.ranks == 3:
         # The order of additions of three numbers depends on where fusion puts them; here, runs
         # are compared bit by bit.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,13 +24,16 @@ SLACK = 20
 class Job:
     """What came of a case: ``found[rank]``, ``(called, error, message, seconds)`` one by one."""
 
-    def __init__(self, launcher: str, case: str, folder: Path, *options: str) -> None:
+    def __init__(self, launcher: str, case: str, folder: Path) -> None:
+        self.launcher, (self.case, *options) = launcher, case.split()
         command = jobs.launcher(RANKS, launcher)
         command[1:1] = options
-        command += [jobs.python(), jobs.TESTS / "mpi_failures.py", case, folder]
+        command += [jobs.python(), jobs.TESTS / "mpi_failures.py", self.case, folder]
+        start = time.monotonic()
         self.status, self.output = jobs.run(
             list(map(str, command)), timeout=90, check=False, **jobs.variables(launcher)
         )
+        self.seconds = time.monotonic() - start
         self.found = [
             [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
             for log in (folder / str(rank) for rank in range(RANKS))
@@ -37,16 +42,7 @@ class Job:
         self.seconds_to_end = time.time() - max(ended, default=0)
 
 
-@pytest.fixture(params=["mpirun", pytest.param("mpich", marks=pytest.mark.full)])
-def launcher(request):
-    if request.param == "mpich" and (problem := jobs.mpich_missing()):
-        pytest.skip(problem)
-    return request.param
-
-
-@pytest.mark.timeout(120)
-def test_arrays_of_different_size_are_an_error_on_every_rank(launcher, tmp_path):
-    job = Job(launcher, "sizes", tmp_path)
+def arrays_of_different_size_are_an_error_on_every_rank(job):
     assert job.status != 0
     names = [line[0] for line in job.found[0]]
     assert len(names) == 10, job.output
@@ -62,9 +58,7 @@ def test_arrays_of_different_size_are_an_error_on_every_rank(launcher, tmp_path)
                 assert "ring" not in name or re.search(r"round [12] of 2", message), message
 
 
-@pytest.mark.timeout(120)
-def test_a_rank_that_makes_no_communicator_is_waited_for_no_longer_than_others(launcher, tmp_path):
-    job = Job(launcher, "sleeps-making", tmp_path)
+def a_rank_that_makes_no_communicator_is_waited_for_no_longer_than_others(job):
     assert job.status != 0
     for rank in OTHERS:
         (_, *first), (_, *engine) = job.found[rank]
@@ -77,9 +71,7 @@ def test_a_rank_that_makes_no_communicator_is_waited_for_no_longer_than_others(l
         assert f"a message from rank {CULPRIT} " in engine[1]
 
 
-@pytest.mark.timeout(120)
-def test_a_rank_that_waits_elsewhere_says_where(launcher, tmp_path):
-    job = Job(launcher, "elsewhere", tmp_path)
+def a_rank_that_waits_elsewhere_says_where(job):
     for rank in range(RANKS):
         ((_, error, message, _),) = job.found[rank]
         assert error == "CollectiveTimeout"
@@ -91,10 +83,8 @@ def test_a_rank_that_waits_elsewhere_says_where(launcher, tmp_path):
         assert "drop_last" in message
 
 
-@pytest.mark.timeout(120)
-def test_a_rank_that_has_ended_is_waited_for_no_longer(launcher, tmp_path):
+def a_rank_that_has_ended_is_waited_for_no_longer(job):
     """Long before the time-out, which is ten minutes here."""
-    job = Job(launcher, "ends-early", tmp_path)
     for rank in OTHERS:
         ((_, error, message, seconds),) = job.found[rank]
         assert error == "MismatchError", message
@@ -104,16 +94,11 @@ def test_a_rank_that_has_ended_is_waited_for_no_longer(launcher, tmp_path):
         assert seconds < SLACK
 
 
-@pytest.mark.timeout(120)
-def test_a_rank_that_is_needed_no_more_may_end(launcher, tmp_path):
-    job = Job(launcher, "needed-no-more", tmp_path)
+def a_rank_that_is_needed_no_more_may_end(job):
     assert job.status == 0, job.output
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("case", ["sleeps", "sleeps-unchecked", "sleeps-mpi"])
-def test_a_rank_that_makes_no_call_is_named(launcher, case, tmp_path):
-    job = Job(launcher, case, tmp_path)
+def a_rank_that_makes_no_call_is_named(job):
     assert job.status != 0
     assert job.seconds_to_end < SLACK
     assert f"nothing has moved for {TIMEOUT / 10:g} s" in job.output  # the warning before
@@ -128,12 +113,10 @@ def test_a_rank_that_makes_no_call_is_named(launcher, case, tmp_path):
         named += bool(re.search(rf"waits for (a message from )?rank {CULPRIT}\b", message))
     # In a ring one rank waits for its message, and the other perhaps for a message to leave;
     # elsewhere everyone hears from everyone.
-    assert named >= (1 if case == "sleeps-unchecked" else len(OTHERS))
+    assert named >= (1 if job.case == "sleeps-unchecked" else len(OTHERS))
 
 
-@pytest.mark.timeout(120)
-def test_neighbours_of_a_rank_that_takes_fewer_steps_name_it(launcher, tmp_path):
-    job = Job(launcher, "fewer-steps", tmp_path)
+def neighbours_of_a_rank_that_takes_fewer_steps_name_it(job):
     for rank in OTHERS:
         ((_, error, message, seconds),) = job.found[rank]
         assert error == "CollectiveTimeout"
@@ -141,21 +124,17 @@ def test_neighbours_of_a_rank_that_takes_fewer_steps_name_it(launcher, tmp_path)
         assert re.search(rf"rank {CULPRIT}\b", message)
 
 
-@pytest.mark.timeout(120)
-def test_a_rank_that_is_killed_ends_the_job(launcher, tmp_path):
-    job = Job(launcher, "killed", tmp_path)
+def a_rank_that_is_killed_ends_the_job(job):
     assert job.status != 0
-    if launcher == "mpirun":
+    if job.launcher == "mpirun":
         assert re.search(rf"process rank {CULPRIT} .*signal 9", job.output), job.output
     else:  # MPICH's launcher knows the process, not the rank
         assert re.search(r"PID \d+ RUNNING AT", job.output), job.output
         assert "signal 9" in job.output
 
 
-@pytest.mark.timeout(120)
-def test_survivors_name_the_rank_that_was_killed(tmp_path):
+def survivors_name_the_rank_that_was_killed(job):
     """If the launcher does not end the job, the time-out does."""
-    job = Job("mpirun", "killed", tmp_path, "--enable-recovery")
     assert job.seconds_to_end < SLACK
     messages = []
     for rank in OTHERS:
@@ -165,9 +144,7 @@ def test_survivors_name_the_rank_that_was_killed(tmp_path):
     assert any(re.search(rf"waits .*rank {CULPRIT}\b", message) for message in messages), messages
 
 
-@pytest.mark.timeout(120)
-def test_a_broken_communicator_fails_at_once(launcher, tmp_path):
-    job = Job(launcher, "broken", tmp_path)
+def a_broken_communicator_fails_at_once(job):
     assert job.status != 0
     for rank in OTHERS:
         first, *later = job.found[rank]
@@ -181,13 +158,75 @@ def test_a_broken_communicator_fails_at_once(launcher, tmp_path):
             assert seconds < TIMEOUT
 
 
-@pytest.mark.timeout(120)
-def test_an_error_of_one_rank_ends_the_job(launcher, tmp_path):
-    start = time.monotonic()
-    job = Job(launcher, "error", tmp_path)
+def an_error_of_one_rank_ends_the_job(job):
     assert job.status != 0
     assert "an error of this rank alone" in job.output
-    assert time.monotonic() - start < 60
+    assert job.seconds < 60
+
+
+def messages_inside_a_node_name_ranks_of_the_whole(job):
+    assert job.status != 0
+    inside, across = (job.found[rank] for rank in OTHERS)
+    assert "waits for a message from rank 1 (inside the node, reduce)" in inside[0][2]
+    assert "waits for a message from rank 0 (across nodes, ring" in across[0][2]
+    for lines in (inside, across):
+        assert lines[0][1] == "CollectiveTimeout"
+        assert "broken" in lines[1][2]
+
+
+#: by case, with options of mpirun: those that take longest come first
+HOLDS = {
+    "sizes": arrays_of_different_size_are_an_error_on_every_rank,
+    "sleeps-making": a_rank_that_makes_no_communicator_is_waited_for_no_longer_than_others,
+    "ends-early": a_rank_that_has_ended_is_waited_for_no_longer,
+    "needed-no-more": a_rank_that_is_needed_no_more_may_end,
+    "sleeps": a_rank_that_makes_no_call_is_named,
+    "sleeps-unchecked": a_rank_that_makes_no_call_is_named,
+    "sleeps-mpi": a_rank_that_makes_no_call_is_named,
+    "elsewhere": a_rank_that_waits_elsewhere_says_where,
+    "fewer-steps": neighbours_of_a_rank_that_takes_fewer_steps_name_it,
+    "broken": a_broken_communicator_fails_at_once,
+    "killed --enable-recovery": survivors_name_the_rank_that_was_killed,
+    "node": messages_inside_a_node_name_ranks_of_the_whole,
+    "killed": a_rank_that_is_killed_ends_the_job,
+    "error": an_error_of_one_rank_ends_the_job,
+}
+
+
+def cases(launcher: str, *marks: pytest.MarkDecorator) -> list:
+    return [
+        pytest.param(launcher, case, marks=marks, id=f"{launcher}@{case.split()[0]}-{f.__name__}")
+        for case, f in HOLDS.items()
+        if launcher == "mpirun" or "--" not in case
+    ]
+
+
+CASES = [*cases("mpirun"), *cases("mpich", pytest.mark.full)]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """Each case's job, some of which run at once: most of their time they wait for a time-out."""
+    jobs.python()
+    with ThreadPoolExecutor(4) as pool:
+
+        @functools.cache
+        def start(launcher: str) -> dict[str, Future[Job]]:
+            return {
+                case: pool.submit(Job, launcher, case, tmp_path_factory.mktemp(launcher))
+                for other, case in (param.values for param in CASES)
+                if other == launcher
+            }
+
+        yield start
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("launcher", "case"), CASES)
+def test_a_job_that_goes_wrong(started, launcher, case):
+    if launcher == "mpich" and (problem := jobs.mpich_missing()):
+        pytest.skip(problem)
+    HOLDS[case](started(launcher)[case].result())
 
 
 @pytest.mark.timeout(120)
@@ -201,15 +240,3 @@ def test_the_wrong_mpi_is_an_error(tmp_path):
     assert status != 0
     assert "SetupError: 2 processes were started, and mpi4py sees only this one" in output
     assert "MPI4PY_LIBMPI" in output
-
-
-@pytest.mark.timeout(120)
-def test_messages_inside_a_node_name_ranks_of_the_whole(launcher, tmp_path):
-    job = Job(launcher, "node", tmp_path)
-    assert job.status != 0
-    inside, across = (job.found[rank] for rank in OTHERS)
-    assert "waits for a message from rank 1 (inside the node, reduce)" in inside[0][2]
-    assert "waits for a message from rank 0 (across nodes, ring" in across[0][2]
-    for lines in (inside, across):
-        assert lines[0][1] == "CollectiveTimeout"
-        assert "broken" in lines[1][2]

@@ -17,6 +17,10 @@ from tests.scenarios import oracle
 
 tf.config.threading.set_inter_op_parallelism_threads(2)
 tf.config.threading.set_intra_op_parallelism_threads(1)
+# It rewrites each graph before its first step, and takes a tenth of a job: `graphs`, and jobs over
+# MPI, have it.
+if os.environ.get("SCENARIOS_GRAPPLER") == "0":
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 tf.get_logger().setLevel("ERROR")  # each run has a graph of its own, and is not retracing
 over, _, library = os.environ.get("SCENARIOS_OVER", "tensorflow").partition("-")
 if library == "mpi":  # nothing may import it
