@@ -7,6 +7,8 @@ import os
 import pytest
 from hypothesis import settings
 
+from tests import jobs
+
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 settings.load_profile("deterministic")
 
@@ -44,7 +46,10 @@ def pytest_collection_finish(session):
 
 def pytest_configure(config):
     """On several workers, tests that may take long come first: a long one that is left for the end
-    keeps one core busy, and the others idle."""
+    keeps one core busy, and the others idle.  Jobs of all of them are forks of the same
+    processes."""
+    if config.getoption("tx", None) and not hasattr(config, "workerinput"):
+        jobs.share()
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # which puts what has the most tests first
 

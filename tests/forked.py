@@ -54,6 +54,7 @@ def python(packages: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return a program that takes Python's arguments and starts with ``packages`` imported.
 
     It has two servers, since processes hash strings differently, and ranks have to agree anyway.
+    They import when they are asked for the first time.
     """
     folder = Path(tempfile.mkdtemp(prefix="hvd_compress-forked-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -144,6 +145,8 @@ def run(arguments: list[str], environ: dict[str, str], folder: str) -> None:
 
 if __name__ == "__main__":
     number, program, *packages = sys.argv[1:]
+    if 0 in select.select([int(number), 0], [], [])[0]:
+        sys.exit()  # nobody has asked
     for package in packages:
         importlib.import_module(package)
     sys.executable = program  # so that what forks start are forks, too

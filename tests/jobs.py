@@ -93,7 +93,18 @@ def python(framework: str = "torch") -> str:
     """The Python of jobs, which starts with the packages of ``framework`` imported: forked.py."""
     if not hasattr(os, "pidfd_open"):  # Linux has it
         return sys.executable
-    return _forked(framework)
+    return os.environ.get(_SHARED + framework) or _forked(framework)
+
+
+#: how variables begin by which workers know what all of them share
+_SHARED = "HVD_COMPRESS_TESTS_"
+
+
+def share() -> None:
+    """Let processes that this one starts use its Pythons, so that packages are imported once."""
+    shared = {framework: python(framework) for framework in IMPORTED}
+    shared["waits"] = sleeping_waits().get("LD_PRELOAD", "")
+    os.environ.update({_SHARED + name: value for name, value in shared.items()})
 
 
 @functools.cache
@@ -169,6 +180,8 @@ def sleeping_waits() -> dict[str, str]:
         return {}
     if os.environ.get("LD_PRELOAD"):
         return {}  # a sanitizer's library, which must be the first
+    if library := os.environ.get(_SHARED + "waits"):
+        return {"LD_PRELOAD": library}
     folder = tempfile.mkdtemp(prefix="hvd_compress-tests-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     library = f"{folder}/waiting.so"
