@@ -218,36 +218,29 @@ def zero_one_adam_follows_its_formulas_between_synchronizations_too() -> None:
         assert_same_everywhere(run.weights())
 
 
-def synchronizing_in_full_gives_the_mean() -> None:
-    """It is the mean of the ranks' weights when nothing waits."""
-    run = run_of("0/1 Adam", local_step_scaler=1, local_step_clipper=1000)
-    freeze = SCHEDULE["var_freeze_step"]
-    train(run, range(freeze + 2))  # 13 and 14 synchronize
-    run.optimizer.synchronize_parameters()  # nobody has moved, but something waits
-    assert_same_everywhere(run.weights())
-    train(run, range(freeze + 2, freeze + 3))  # 15 does not
-    means = {name: allgather(w[None]).mean(0) for name, w in run.weights().items()}
-    run.optimizer.synchronize_parameters()
-    assert_close(run.weights(), means, rtol=1e-10, atol=1e-12)
-
-
 def most_local_steps_send_nothing() -> None:
-    setup = {"dtype": "float32"}
-    run = run_of("0/1 Adam", setup=setup, local_step_scaler=1, local_step_clipper=4)
-    sent = [0]
-    for step in range(24):
-        train(run, [step])
-        sent.append(_largest(run).bytes_sent)
-    n = int(np.prod(oracle.WIDTHS[:2]))
-    bits = n / 8 * (1 + 1 / hvd.size())
-    for step, count in enumerate(np.diff(sent), 1):
+    """Synchronizing in full gives the mean of the ranks' weights when nothing waits."""
+    run = run_of("0/1 Adam", local_step_scaler=1, local_step_clipper=4)
+    n, freeze = int(np.prod(oracle.WIDTHS[:2])), SCHEDULE["var_freeze_step"]
+    bits, before = n / 8 * (1 + 1 / hvd.size()), 0
+    for step in range(1, 25):
+        train(run, [step - 1])
+        count = _largest(run).bytes_sent - before
         if step in (1, 2, 4, 6, 8, 12):
-            assert count == 4 * n
-        elif step <= SCHEDULE["var_freeze_step"] or step in (13, 14, 16, 20, 24):
+            assert count == 8 * n
+        elif step <= freeze or step in (13, 14, 16, 20, 24):
             # Headers, flags and scales of the bucket, most of which count to its largest tensor.
             assert bits <= count <= bits + 48 * (hvd.size() + 1), (step, count)
         else:
             assert count == 0, (step, count)
+        if step == freeze + 2:
+            run.optimizer.synchronize_parameters()  # nobody has moved, but something waits
+            assert_same_everywhere(run.weights())
+        if step == freeze + 3:
+            means = {name: allgather(w[None]).mean(0) for name, w in run.weights().items()}
+            run.optimizer.synchronize_parameters()
+            assert_close(run.weights(), means, rtol=1e-10, atol=1e-12)
+        before = _largest(run).bytes_sent
 
 
 def _largest(run: Any) -> Any:
