@@ -153,8 +153,7 @@ PARTS: dict[str, list[Cell]] = {
 }
 #: of the overview: how its columns are trained, and the methods in its rows
 COLUMNS: dict[str, dict[str, Any]] = {
-    "MNIST, 4 ranks": {},
-    "16 ranks": {"ranks": 16},
+    "MNIST": {},
     "12 epochs": {"epochs": 12},
     "a wider network": WIDE,
     "text, perplexity": TEXT,
