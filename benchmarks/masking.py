@@ -4,7 +4,6 @@
     python -m benchmarks.masking
     python -m benchmarks.masking --load --seeds 5
     python -m benchmarks.masking --overview
-    python -m benchmarks.masking --parts methods --seeds 3
 
 Trains a network of three layers on MNIST, and the LSTM of mpi_examples/accuracy.py on text, all
 ranks in this process.  DGC clears the velocity of what it sends (masking), so the more it sends,
@@ -140,15 +139,6 @@ PARTS: dict[str, list[Cell]] = {
         DENSE._replace(**TEXT),
         *(cell for density in (0.01, 0.001) for cell in trio(density, **TEXT)),
         *(dgc(0.01, masking, warmup=True, **TEXT) for masking in (True, False)),
-    ],
-    "methods": [
-        DENSE,
-        dgc(0.001, True, warmup=True),
-        Cell("DGC.compact 0.1 %, warm-up", "dgc:compact"),
-        Cell("PowerSGD, rank 2", "powersgd:rank=2"),
-        Cell("linear, 8 bits", "linear"),
-        trio(0.01)[2],
-        trio(0.001)[2],
     ],
 }
 #: of the overview: how its columns are trained, and the methods in its rows

@@ -2,10 +2,11 @@
 
     python -m benchmarks.quality
     python -m benchmarks.quality --recipes bytes --methods none topk:density=0.01 --minutes 10
-    python -m benchmarks.quality --minutes 0 --picture results/quality.png  # of what is known
+    python -m benchmarks.quality --minutes 0 --advice --page docs/accuracy.md  # of what is known
 
-Real ranks train over MPI by the calls that users write.  Runs are kept in ``--results`` and not
-done again.  The most telling ones come first, so any number of minutes is of use.
+All ranks train in one process, one after the other (hvd_compress/engines/lockstep.py), which gives
+the sums of a real job.  Runs are kept in ``--results`` and not done again.  The most telling ones
+come first, so any number of minutes is of use.
 
 A method may be one of compression (``topk:density=0.01``), a part of an optimizer
 (``onebit_adam``), or one that trains between exchanges
@@ -17,6 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import statistics
 import time
 from collections import defaultdict
@@ -27,18 +29,25 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from benchmarks.turns import write_rows
+from hvd_compress.advisor.losses import FILE, RECIPES, Loss, text_of
 from hvd_compress.cli.options import parser_of, picture_file, positive
-from hvd_compress.cli.tables import text_table
-from hvd_compress.integrations.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 from mpi_examples.study import half_width
 
+#: after a method: a quarter of the steps falls to its density, or a tenth goes before low rank
+WARM_UP = ", warm-up"
 #: what is tried on each recipe
 METHODS = {
     "bytes": (
         *("none", "bf16", "linear", "fp8", "powersgd:rank=4", "topk:density=0.01"),
         *("topk:density=0.1", "onebit", "onebit_adam", "diloco:sync_every=10"),
         "local_sgd:sync_every=4,compression=topk:density=0.04",
+    ),
+    "bytes-muon": ("none", "bf16", "linear", "powersgd:rank=4"),
+    "mnist": (
+        *("none", "fp16", "linear", "fp8", "powersgd:rank=2", "powersgd:rank=4", "onebit"),
+        *("topk:density=0.01", f"topk:density=0.001{WARM_UP}", f"dgc:density=0.01{WARM_UP}"),
+        *(f"dgc:density=0.001{WARM_UP}", f"dgc:compact{WARM_UP}"),
     ),
 }
 RESULTS = Path(__file__).with_suffix(".json")
@@ -60,6 +69,13 @@ class Training(NamedTuple):
     def key(self) -> str:
         return f"{self.recipe} {self.horizon:g}x {self.method} lr*{self.factor:g} seed={self.seed}"
 
+    @classmethod
+    def of(cls, key: str) -> Training:
+        """Return what is kept by a key."""
+        found = re.fullmatch(r"(\S+) (\S+)x (.+) lr\*(\S+) seed=(\d+)", key)
+        recipe, horizon, method, factor, seed = found.groups()
+        return cls(recipe, method, float(horizon), float(factor), int(seed))
+
 
 class Group(NamedTuple):
     """The runs of one row at its best learning rate: test losses by seed, and what was sent."""
@@ -69,6 +85,8 @@ class Group(NamedTuple):
     scores: dict[int, float]
     sent: float  # bytes per step of a rank
     dense: int
+    steps: int
+    in_points: bool
 
 
 def in_order(
@@ -109,45 +127,79 @@ def groups(
             {seed: end["score"] for seed, end in ends.items()},
             statistics.mean(end["sent"] for end in ends.values()),
             next(iter(ends.values()))["dense"],
+            next(iter(ends.values()))["steps"],
+            cell[0] in RECIPES and RECIPES[cell[0]].unit == "points",
         )
     return rows
 
 
-def lost(group: Group, dense: Group) -> list[float]:
-    """Return by how much the loss is above that of dense training, seed by seed."""
-    return [
-        loss - dense.losses[seed] for seed, loss in group.losses.items() if seed in dense.losses
-    ]
+def lost(group: Group, dense: Group) -> tuple[list[float], str]:
+    """Return what is lost seed by seed, and its unit: per cent of the loss of dense training, or
+    points of accuracy."""
+    pairs = [seed for seed in group.losses if seed in dense.losses]
+    if group.in_points and all(map(math.isfinite, group.losses.values())):
+        return [dense.scores[seed] - group.scores[seed] for seed in pairs], "points"
+    return [100 * (group.losses[seed] / dense.losses[seed] - 1) for seed in pairs], "%"
 
 
-def tables(known: dict[str, Any], wanted: Sequence[Training]) -> str:
-    """One table per recipe and horizon; the differences are those of equal seeds."""
+def tables(known: dict[str, Any], wanted: Sequence[Training]) -> list[str]:
+    """One table per recipe and horizon, in Markdown; the differences are those of equal seeds."""
     rows = groups(known, wanted)
     texts = []
     for recipe, horizon in dict.fromkeys((recipe, horizon) for recipe, horizon, _ in rows):
         dense = rows.get((recipe, horizon, "none"))
-        lines = []
+        in_points = next(g.in_points for cell, g in rows.items() if cell[0] == recipe)
+        lines = [
+            f"| {recipe}, {horizon:g}x | {'accuracy' if in_points else 'bits per byte'} | lost "
+            "| sent per step | ratio | rate | seeds |",
+            f"|{'---|' * 7}",
+        ]
         for (*cell, method), group in rows.items():
             if tuple(cell) != (recipe, horizon):
                 continue
-            more = lost(group, dense) if dense and method != "none" else []
-            width = half_width(more) if all(map(math.isfinite, more)) else math.inf
-            lines.append(
-                (
-                    method,
-                    f"{statistics.mean(group.losses.values()):.4f}",
-                    f"{statistics.mean(more):+.4f}" if more else "",
-                    f"± {width:.4f}" if math.isfinite(width) else "",
-                    f"{statistics.mean(group.scores.values()):.2f}",
-                    human_bytes(group.sent),
-                    f"{group.dense / group.sent:.0f}x",
-                    f"{group.factor:g}",
-                    str(len(group.losses)),
-                )
+            score = statistics.mean(group.scores.values())
+            cells = (
+                f"`{method}`",
+                f"{score:.2f} %" if in_points else f"{score:.3f}",
+                lost_text(group, dense) if dense and method != "none" else "",
+                human_bytes(group.sent),
+                f"{group.dense / group.sent:.0f}x",
+                f"{group.factor:g}",
+                str(len(group.scores)),
             )
-        header = ("method", "test loss", "lost", "95 %", "score", "sent per step", "ratio")
-        texts.append(f"{recipe}, {horizon:g}x\n{text_table((*header, 'lr', 'seeds'), lines)}")
-    return "\n\n".join(texts)
+            lines.append(f"| {' | '.join(cells)} |")
+        texts.append("\n".join(lines))
+    return texts
+
+
+def in_page(page: str, texts: Sequence[str]) -> str:
+    """Return a page whose tables with the same heads are these."""
+    for text in texts:
+        before, head, table = page.partition(text.partition(" | ")[0] + " | ")
+        if head:
+            page = before + text + "\n\n" + table.partition("\n\n")[2]
+    return page
+
+
+def lost_text(group: Group, dense: Group) -> str:
+    """The mean of what is lost, and half of its 95 % confidence interval, if it is known."""
+    more, unit = lost(group, dense)
+    if not all(map(math.isfinite, more)):
+        return "diverges"
+    width = half_width(more)
+    interval = f" ± {width:.2f}" if math.isfinite(width) else ""
+    return f"{statistics.mean(more):+.2f}{interval} {unit}"
+
+
+def advice(known: dict[str, Any], wanted: Sequence[Training]) -> str:
+    """Return what ``hvd-compress advise`` knows of these runs."""
+    found = groups(known, wanted)
+    losses = []
+    for (recipe, horizon, method), group in found.items():
+        dense = found.get((recipe, horizon, "none"))
+        if dense and recipe in RECIPES and (more := lost(group, dense)[0]):
+            losses.append(Loss(recipe, group.steps, method, statistics.mean(more), len(more)))
+    return text_of(losses)
 
 
 def picture(known: dict[str, Any], wanted: Sequence[Training], file: Path) -> None:
@@ -162,7 +214,7 @@ def picture(known: dict[str, Any], wanted: Sequence[Training], file: Path) -> No
     for axis, panel in zip(axes[0], panels, strict=True):
         dense = rows[panel[0], panel[1], "none"]
         for (*cell, method), group in rows.items():
-            more = lost(group, dense) if tuple(cell) == panel and method != "none" else []
+            more = lost(group, dense)[0] if tuple(cell) == panel and method != "none" else []
             if not more or not all(map(math.isfinite, more)):
                 continue
             x, y = group.dense / group.sent, statistics.mean(more)
@@ -171,14 +223,14 @@ def picture(known: dict[str, Any], wanted: Sequence[Training], file: Path) -> No
             axis.annotate(method, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.set(xscale="log", title=f"{panel[0]}, {panel[1]:g}x", xlabel="times fewer bytes")
-    axes[0][0].set_ylabel("test loss above dense training")
+    axes[0][0].set_ylabel("lost against dense training, per cent of the loss or points")
     figure.tight_layout()
     save(figure, file)
 
 
 def arguments() -> Any:
     parser = parser_of(__doc__)
-    parser.add_argument("--recipes", nargs="+", choices=sorted(METHODS), default=["bytes"])
+    parser.add_argument("--recipes", nargs="+", choices=METHODS, default=[*METHODS])
     parser.add_argument("--methods", nargs="+", help="instead of those of each recipe")
     parser.add_argument("--horizons", nargs="+", type=float, default=[1, 4])
     parser.add_argument("--factors", nargs="+", type=float, default=FACTORS, help="of the rate")
@@ -187,6 +239,8 @@ def arguments() -> Any:
     parser.add_argument("--data", type=Path, help="a file to train bytes on")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=picture_file)
+    parser.add_argument("--page", type=Path, help="whose tables are those of all that is kept")
+    parser.add_argument("--advice", action="store_true", help="write what hvd-compress advise says")
     options = parser.parse_args()
     if options.data and not options.data.is_file():
         parser.error(f"--data: there is no file {options.data}")
@@ -214,26 +268,24 @@ def main() -> None:
     runs = wanted(options)
     known = json.loads(options.results.read_text()) if options.results.exists() else {}
     missing = [run for run in runs if run.key not in known]
-    rank = 0
     if missing and options.minutes > 0:
-        under_mpirun(RANKS)
-        from mpi4py import MPI
-
         from benchmarks.recipes import train
 
-        rank, until = MPI.COMM_WORLD.rank, time.monotonic() + 60 * options.minutes
+        until = time.monotonic() + 60 * options.minutes
         options.results.parent.mkdir(parents=True, exist_ok=True)
-        for run in tqdm(missing, unit="run", disable=rank > 0, ncols=90):
-            if MPI.COMM_WORLD.bcast(time.monotonic() > until):
+        for run in tqdm(missing, unit="run", ncols=90):
+            if time.monotonic() > until:
                 break
-            end = train(run, options.data)
-            if rank == 0:
-                known[run.key] = end
-                write_rows(known, options.results)
-    if rank == 0:
-        print(f"\n{tables(known, runs)}\n\nlost: to dense training of the same seed")
-        if options.picture:
-            picture(known, runs, options.picture)
+            known[run.key] = train(run, options.data)
+            write_rows(known, options.results)
+    print("\n\n".join(["", *tables(known, runs), "lost: against dense training of the same seed"]))
+    every = [Training.of(key) for key in known]
+    if options.page:
+        options.page.write_text(in_page(options.page.read_text(), tables(known, every)))
+    if options.advice:
+        FILE.write_text(advice(known, every))
+    if options.picture:
+        picture(known, runs, options.picture)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,32 @@
-"""Recipes of benchmarks/quality.py; only ranks import them, since that starts MPI."""
+"""Recipes of benchmarks/quality.py, and how all ranks of one process train by them."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import dataclasses
 import functools
+import itertools
 import math
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch.nn import functional
 
-import hvd_compress.torch.mpi as hvd
-from benchmarks.quality import Training
-from hvd_compress import as_compressor
-from mpi_examples.models import Transformer
+from benchmarks.quality import RANKS, WARM_UP, Training
+from hvd_compress import Compressor, PowerSGD, as_compressor, optimizers, warmup_to
+from hvd_compress.engines.lockstep import World
+from hvd_compress.optimizers import Now
+from hvd_compress.systems import Ranks
+from mpi_examples.data import mnist, mnist_cache, mnist_folder, share
+from mpi_examples.models import Transformer, perceptron
 from mpi_examples.study import rate, training_method
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-WORLD = MPI.COMM_WORLD
 LENGTH = 64  # of the texts that the transformer reads
 
 
@@ -33,11 +35,11 @@ class Recipe:
     """How a model is trained at one horizon; more steps for a longer one."""
 
     model: Callable[[], torch.nn.Module]
-    #: batches of this rank, without end, given a seed
-    batches: Callable[[int], Iterator[Batch]]
+    #: a batch of each rank, without end, given a seed
+    batches: Callable[[int], Iterator[list[Batch]]]
     #: (loss of a batch, its score)
     loss: Callable[[torch.nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]]
-    #: what the model is tested with, this rank's part
+    #: what the model is tested with, in parts of one size
     tests: Callable[[], Iterator[Batch]]
     #: makes the optimizer, given the parameters and the learning rate
     optimizer: Callable[[Any, float], torch.optim.Optimizer]
@@ -64,12 +66,14 @@ def texts(file: Path | None) -> tuple[np.ndarray, np.ndarray]:
 def of_bytes(file: Path | None) -> Recipe:
     train, test = texts(file)
 
-    def pieces(text: np.ndarray, random: np.random.Generator, batch: int) -> Batch:
-        starts = random.integers(len(text) - LENGTH, size=(WORLD.size, batch))[WORLD.rank]
-        found = np.stack([text[at : at + LENGTH + 1] for at in starts], 1).astype(np.int64)
-        return torch.from_numpy(found[:-1]), torch.from_numpy(found[1:])
+    def pieces(text: np.ndarray, random: np.random.Generator, batch: int) -> list[Batch]:
+        parts = []
+        for starts in random.integers(len(text) - LENGTH, size=(RANKS, batch)):
+            found = np.stack([text[at : at + LENGTH + 1] for at in starts], 1).astype(np.int64)
+            parts.append((torch.from_numpy(found[:-1]), torch.from_numpy(found[1:])))
+        return parts
 
-    def batches(seed: int) -> Iterator[Batch]:
+    def batches(seed: int) -> Iterator[list[Batch]]:
         random = np.random.default_rng(seed)
         while True:
             yield pieces(train, random, 4)
@@ -77,7 +81,7 @@ def of_bytes(file: Path | None) -> Recipe:
     def tests() -> Iterator[Batch]:
         random = np.random.default_rng(0)
         for _ in range(10):
-            yield pieces(test, random, 64)
+            yield from pieces(test, random, 64)
 
     def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         logits, _ = model(batch[0], None)
@@ -92,67 +96,211 @@ def of_bytes(file: Path | None) -> Recipe:
     return Recipe(model, batches, loss, tests, adamw, **more)
 
 
-RECIPES: dict[str, Callable[[Path | None], Recipe]] = {"bytes": functools.cache(of_bytes)}
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for matrices between layers, AdamW for all else, as models are trained with Muon."""
+
+    def __init__(self, parameters: Any, lr: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": lr})
+        first, *others = [p for group in self.param_groups for p in group["params"]]
+        matrices = [p for p in others if p.ndim == 2]
+        rest = [first, *(p for p in others if p.ndim != 2)]  # the first are the embeddings
+        self.parts = (
+            torch.optim.Muon(matrices, lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr, betas=(0.9, 0.95), weight_decay=0.1),
+        )
+
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+            part.step()
 
 
-def distributed(recipe: Recipe, text: str, model: torch.nn.Module, steps: int) -> Any:
-    """Return the optimizer of a method, as users write it."""
-    plain = functools.partial(recipe.optimizer, model.parameters())
-    named = {"named_parameters": model.named_parameters()}
-    if method := training_method(text):
-        return hvd.DistributedOptimizer(plain(recipe.lr), method=method, **named)
-    method = as_compressor(text)
-    if method.partner is None:
+def with_muon(file: Path | None) -> Recipe:
+    return dataclasses.replace(of_bytes(file), optimizer=MuonAndAdamW)
+
+
+def of_mnist(file: Path | None) -> Recipe:
+    x, x_test, y, y_test = map(torch.from_numpy, mnist(mnist_folder(str(mnist_cache()))))
+
+    def batches(seed: int) -> Iterator[list[Batch]]:
+        for epoch in itertools.count():
+            shares = [share(len(x), seed, epoch, rank, RANKS, 32) for rank in range(RANKS)]
+            for step in zip(*shares, strict=True):
+                yield [(x[mine], y[mine]) for mine in step]
+
+    def tests() -> Iterator[Batch]:
+        yield x_test, y_test
+
+    def loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(batch[0])
+        right = (logits.argmax(1) == batch[1]).float().mean()
+        return functional.cross_entropy(logits, batch[1]), 100 * right
+
+    def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr, momentum=0.9, nesterov=True)
+
+    model = functools.partial(perceptron, 784, 64, 32, 10)
+    return Recipe(model, batches, loss, tests, sgd, lr=0.05, steps=6 * 468, steps_per_epoch=468)
+
+
+RECIPES: dict[str, Callable[[Path | None], Recipe]] = {
+    "bytes": functools.cache(of_bytes),
+    "bytes-muon": functools.cache(with_muon),
+    "mnist": functools.cache(of_mnist),
+}
+
+
+class Gradients:
+    """Ranks that average their gradients by a method, and step alike."""
+
+    def __init__(self, recipe: Recipe, text: str, model: torch.nn.Module, steps: int) -> None:
+        self.recipe, self.model = recipe, model
+        self.parameters = dict(model.named_parameters())
+        self.optimizer = recipe.optimizer(self.parameters.values(), recipe.lr)
+        group = self.optimizer.param_groups[0]
+        method = with_warm_up(text, steps)
+        #: as the averages are, where nothing stands before them
+        self.clip = recipe.clip
         if recipe.clip and hasattr(method, "clip_norm"):
-            method = dataclasses.replace(method, clip_norm=recipe.clip)
-        return hvd.DistributedOptimizer(plain(recipe.lr), compression=method, **named)
-    group = plain(recipe.lr).param_groups[0]
-    options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    freeze = "freeze_step" if method.partner == "OneBitAdam" else "var_freeze_step"
-    partner = getattr(hvd, method.partner)(
-        model.parameters(), **options, **{freeze: max(steps // 5, 1)}
-    )
-    return hvd.DistributedOptimizer(partner, compression=partner.compressor(), **named)
+            method, self.clip = dataclasses.replace(method, clip_norm=recipe.clip), None
+        self.momentum: dict[str, Any] = {}
+        if method.takes_momentum and (m := group.get("momentum")):
+            self.momentum = {"momentum": m, "nesterov": group["nesterov"]}
+            group.update(momentum=0.0, nesterov=False)
+        self.world = World(method, RANKS, fused=True)
+
+    def own(self, batch: Sequence[Batch]) -> Iterator[dict[str, Any]]:
+        """Of every rank."""
+        for mine in batch:
+            self.model.zero_grad()
+            self.recipe.loss(self.model, mine)[0].backward()
+            yield {n: p.grad for n, p in self.parameters.items()}
+
+    def step(self, batch: Sequence[Batch], lr: float) -> None:
+        found = self.world.exchange_all(list(self.own(batch)), **self.momentum)[0]
+        for n, p in self.parameters.items():
+            p.grad = found[n].direction
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.clip)
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+
+    def end(self) -> None:
+        """Give the model the weights that one would deploy."""
+
+
+class OneBit(Gradients):
+    """1-bit Adam, whose variance is frozen after a fifth of the steps."""
+
+    def __init__(self, recipe: Recipe, text: str, model: torch.nn.Module, steps: int) -> None:
+        super().__init__(recipe, "none", model, steps)
+        group = self.optimizer.param_groups[0]
+        options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        self.formula = optimizers.OneBitAdam(freeze_step=max(steps // 5, 1), **options)
+        self.states: dict[str, Any] = {n: {} for n in self.parameters}
+        self.count = 0
+        self.world = World(self.formula.compressor(), RANKS, fused=True)
+
+    def own(self, batch: Sequence[Batch]) -> Iterator[dict[str, Any]]:
+        """Clipped by each rank: what is averaged are momenta later."""
+        for gradients in super().own(batch):
+            if self.recipe.clip:
+                most = self.recipe.clip * math.sqrt(RANKS)  # as a rank's own norm is larger
+                torch.nn.utils.clip_grad_norm_(self.parameters.values(), most)
+            yield gradients
+
+    def step(self, batch: Sequence[Batch], lr: float) -> None:
+        found = self.world.exchange_all(list(self.own(batch)))[0]
+        self.count += 1
+        learnt = min(self.count, self.formula.freeze_step)
+        frozen = self.count > learnt
+        now = Now(self.count, learnt, frozen, is_momentum=frozen)
+        formula = dataclasses.replace(self.formula, lr=lr)
+        with torch.no_grad():
+            for n, p in self.parameters.items():
+                g = found[n].direction
+                p.data, self.states[n] = formula.step(p.data, g, self.states[n], now)
+
+
+class Rounds:
+    """Ranks that step by themselves, and meet in some steps."""
+
+    def __init__(self, recipe: Recipe, text: str, model: torch.nn.Module, steps: int) -> None:
+        self.recipe, self.model = recipe, model
+        self.models = [copy.deepcopy(model) for _ in range(RANKS)]
+        self.optimizers = [recipe.optimizer(own.parameters(), recipe.lr) for own in self.models]
+        self.world = Ranks(training_method(text), RANKS)
+
+    def step(self, batch: Sequence[Batch], lr: float) -> None:
+        for model, mine in zip(self.models, batch, strict=True):
+            model.zero_grad()
+            self.recipe.loss(model, mine)[0].backward()
+            if self.recipe.clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
+        self.met(self.world.before_step(self.weights(), rates=dict.fromkeys(self.names, lr)))
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+        self.met(self.world.after_step(self.weights()))
+
+    @property
+    def names(self) -> list[str]:
+        return [n for n, _ in self.model.named_parameters()]
+
+    def weights(self) -> list[dict[str, Any]]:
+        return [{n: p.detach().clone() for n, p in m.named_parameters()} for m in self.models]
+
+    def met(self, weights: Sequence[dict[str, Any]]) -> None:
+        with torch.no_grad():
+            for model, own in zip(self.models, weights, strict=True):
+                for n, p in model.named_parameters():
+                    p.copy_(own[n])
+
+    def end(self) -> None:
+        self.met(self.world.consensus(self.weights()))
+        self.model.load_state_dict(self.models[0].state_dict())
+
+
+def with_warm_up(text: str, steps: int) -> Compressor:
+    """Return a method of a training of so many steps, from its row."""
+    method = as_compressor(text.removesuffix(WARM_UP))
+    if not text.endswith(WARM_UP):
+        return method
+    if isinstance(method, PowerSGD):
+        return dataclasses.replace(method, start=max(steps // 10, 1))
+    density = warmup_to(method.density, steps=max(steps // 4, 1))
+    return dataclasses.replace(method, density=density)
 
 
 def train(run: Training, file: Path | None) -> dict[str, Any]:
-    """Return what a run ends with; the same on all ranks."""
-    hvd.init()
+    """Return what a run ends with."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
     recipe = RECIPES[run.recipe.partition("(")[0]](file)
     recipe = dataclasses.replace(recipe, lr=recipe.lr * run.factor)
     steps = max(round(recipe.steps * run.horizon), 1)
     model = recipe.model()
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = distributed(recipe, run.method, model, steps)
-    is_local = hasattr(optimizer, "training")
-    owner = optimizer.training if is_local else optimizer.compression
-    clips = recipe.clip if not hasattr(owner.method, "clip_norm") else None
+    kind = OneBit if run.method == "onebit_adam" else Gradients
+    ranks = (Rounds if training_method(run.method) else kind)(recipe, run.method, model, steps)
     start, batches = time.perf_counter(), recipe.batches(run.seed)
     for step in range(steps):
-        owner.set_epoch(step / recipe.steps_per_epoch)
-        optimizer.param_groups[0]["lr"] = recipe.lr * rate(step / steps)
-        optimizer.zero_grad()
-        recipe.loss(model, next(batches))[0].backward()
-        taken: Any = contextlib.nullcontext()
-        if clips is not None:
-            if not is_local:
-                optimizer.synchronize()
-                taken = optimizer.skip_synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clips)
-        with taken:
-            optimizer.step()
-    total = owner.stats().total
-    sent, seconds = WORLD.allreduce(total.bytes_sent) / WORLD.size, time.perf_counter() - start
-    if hasattr(optimizer, "synchronize_parameters"):
-        optimizer.synchronize_parameters()
+        ranks.world.epoch = step / recipe.steps_per_epoch
+        ranks.step(next(batches), recipe.lr * rate(step / steps))
+    seconds = time.perf_counter() - start
+    ranks.end()
     with torch.no_grad():
         model.eval()
-        found = [torch.stack(recipe.loss(model, batch)) for batch in recipe.tests()]
-    loss, score = (WORLD.allreduce(torch.stack(found).mean(0).numpy()) / WORLD.size).tolist()
-    loss = loss if math.isfinite(loss) else math.inf  # it diverged, and no other is worse
+        loss, score = (
+            torch.stack([torch.stack(recipe.loss(model, batch)) for batch in recipe.tests()])
+            .mean(0)
+            .tolist()
+        )
+    record = getattr(ranks.world, "record", ranks.world)
     return {
-        **{"loss": loss, "score": score, "sent": sent / steps, "steps": steps},
-        **{"dense": 4 * sum(p.numel() for p in model.parameters()), "seconds": seconds},
+        "loss": loss if math.isfinite(loss) else math.inf,  # it diverged, and no other is worse
+        "score": score,
+        "sent": record.bytes_sent / steps,
+        "steps": steps,
+        "dense": 4 * sum(p.numel() for p in model.parameters()),
+        "seconds": round(seconds, 1),
     }

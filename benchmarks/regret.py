@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_compress.advisor import MODELS, Network, Piece, choose, kept, seconds_of
+from hvd_compress.advisor import MODELS, Network, Piece, allowed, average_step, choose, kept
 from hvd_compress.cli.options import parser_of
 
 #: bit/s, seconds, ranks, and seconds of backward
@@ -55,7 +55,7 @@ def cells(
 
     Args:
         pieces: by model and method.
-        accuracy: see :func:`hvd_compress.advisor.choose`.
+        accuracy: see :func:`hvd_compress.advisor.allowed`.
         error: of all that the advisor knows: a standard deviation of 0.1 is about 10 %.
         seed: of these errors.
     """
@@ -74,9 +74,10 @@ def cells(
             )
             for method, piece in own.items()
         }
-        chosen = choose(known, seen, off(backward), accuracy)
-        seconds = seconds_of(own, network, backward)
-        best = min(seconds, key=lambda method: seconds[method])
+        among = [candidate for candidate in allowed(accuracy) if candidate.method in own]
+        chosen = choose(known, seen, off(backward), among).row
+        seconds = {c.row: average_step(c, own, network, backward).whole for c in among}
+        best = min(seconds, key=seconds.__getitem__)
         regret, behind = seconds[chosen] / seconds[best], seconds[chosen] / seconds["fp16"]
         yield Cell(model, network, backward, chosen, best, regret, behind)
 

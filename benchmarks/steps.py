@@ -102,15 +102,15 @@ def main() -> None:
 
 
 def accuracy_on_mnist() -> dict[str, float]:
-    """The mean of each method that ``masking.py`` has trained on MNIST, by its label."""
-    import masking
+    """The mean of each method that ``quality.py`` has trained on MNIST."""
+    from benchmarks import quality
 
-    known = json.loads(masking.RESULTS.read_text())
+    known = json.loads(quality.RESULTS.read_text())
+    found = quality.groups(known, [quality.Training.of(key) for key in known])
     return {
-        cell.label: statistics.mean(
-            known[key]["final"] for seed in range(5) if (key := cell.key(seed)) in known
-        )
-        for cell in masking.PARTS["methods"]
+        method: statistics.mean(group.scores.values())
+        for (recipe, _, method), group in found.items()
+        if recipe == "mnist"
     }
 
 

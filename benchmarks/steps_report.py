@@ -219,14 +219,14 @@ def drawn(rows: Sequence[Row], picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
-#: bars of a picture for readers in a hurry: rows, what they are called, and their cells of
-#: ``masking.py``, by which accuracy is known
+#: bars of a picture for readers in a hurry: rows, what they are called, and their rows of
+#: ``quality.py``, by which accuracy is known
 BARS = {
-    "DDP fp16": ("PyTorch's fp16 hook", "dense"),
-    "linear": ("linear, 8 bits", "linear, 8 bits"),
-    "topk:density=0.01": ("top-k 1 %", "top-k 1 %"),
-    "powersgd:rank=2": ("PowerSGD, rank 2", "PowerSGD, rank 2"),
-    "dgc:density=0.001": ("DGC 0.1 %", "DGC 0.1 %, warm-up"),
+    "DDP fp16": ("PyTorch's fp16 hook", "fp16"),
+    "linear": ("linear, 8 bits", "linear"),
+    "topk:density=0.01": ("top-k 1 %", "topk:density=0.01"),
+    "powersgd:rank=2": ("PowerSGD, rank 2", "powersgd:rank=2"),
+    "dgc:density=0.001": ("DGC 0.1 %", "dgc:density=0.001, warm-up"),
 }
 
 

@@ -104,6 +104,12 @@ class Configurable(metaclass=_NamedMeta):
         at the end of backward."""
         return any(part.needs_gradient_norm for part in self.working_parts)
 
+    @functools.cached_property
+    def is_coarse(self) -> bool:
+        """Whether a step sends few elements of a gradient, or a bit of each.  The rest arrives in
+        bursts, or all elements are as large as each other."""
+        return any(part.is_coarse for part in self.working_parts)
+
     def to_config(self) -> dict[str, Any]:
         """Return a dict that can be stored as JSON; see :func:`from_config`."""
         options = {field.name: _plain(getattr(self, field.name)) for field in _fields(self)}

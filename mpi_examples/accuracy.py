@@ -12,7 +12,6 @@ train_text.py.  What was trained is kept in ``--results`` and not trained again.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import json
@@ -30,10 +29,9 @@ import torch
 from torch.nn import functional
 from tqdm import tqdm
 
-from hvd_compress import Compressor, as_compressor, optimizers
+from hvd_compress import Compressor
 from hvd_compress.cli.options import parser_of
 from hvd_compress.engines.lockstep import World
-from hvd_compress.optimizers import Now
 from hvd_compress.stats import human_bytes
 from hvd_compress.systems.base import StepContext
 from mpi_examples.data import columns, digits, segments, standard_library
@@ -127,20 +125,11 @@ class TransformerText(Text):
     make = Transformer
 
 
-class AdamText(TransformerText):
-    """Half as wide, with AdamW in the place of SGD."""
-
-    settings: ClassVar[Settings] = Text.settings._replace(lr=0.003, epochs=2, clip=None)
-    width = 64
-    adam: ClassVar[dict[str, Any]] = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
-
-
 _corpus = functools.cache(standard_library)
 TASKS: dict[str, Any] = {
     "digits": Digits,
     "lstm": Text,
     "transformer": TransformerText,
-    "adam": AdamText,
 }
 
 
@@ -164,13 +153,11 @@ def train(run: Wanted) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     settings = run.settings
     task = TASKS[run.task](run.seed, settings.ranks)
-    of_adam = AdamTrainer if hasattr(task, "adam") else Trainer
-    trainer = (RoundsTrainer if training_method(run.method) else of_adam)(task, run)
+    trainer = (RoundsTrainer if training_method(run.method) else Trainer)(task, run)
     scores, done, sent = [], 0, 0
     warmup = settings.warmup_epochs / settings.epochs
     for epoch in range(settings.epochs):
         batches = list(task.batches(np.random.default_rng([run.seed, epoch])))
-        trainer.epochs_of(len(batches))
         world = trainer.world
         for step, batch in enumerate(batches):
             world.epoch = epoch + step / len(batches)
@@ -221,9 +208,6 @@ class Trainer:
             self.parameters.values(), self.settings.lr, momentum, nesterov=momentum > 0
         )
 
-    def epochs_of(self, steps: int) -> None:
-        """What depends on the length of an epoch."""
-
     def gradients(self, batch: Batch) -> Iterator[dict[str, Any]]:
         """Of every rank."""
         for loss in self.task.losses(batch):
@@ -245,104 +229,6 @@ class Trainer:
     def tested(self) -> contextlib.AbstractContextManager[None]:
         """The model has the weights that one would deploy."""
         return contextlib.nullcontext()
-
-
-class AdamTrainer(Trainer):
-    """AdamW on the average; or 1-bit Adam and 0/1 Adam, which freeze Adam's variance after a third
-    of the training, each by its formula, with weights for each rank."""
-
-    formula: Any = None
-
-    def of(self, run: Wanted) -> Compressor:
-        if as_compressor(run.method).partner is None:
-            return super().of(run)
-        self.clips = False
-        self.name = run.method
-        return as_compressor(run.method)  # replaced when the length of the training is known
-
-    def beside(self, momentum: float) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            self.parameters.values(), self.settings.lr, foreach=True, **self.task.adam
-        )
-
-    def epochs_of(self, steps: int) -> None:
-        if self.method.partner is None or self.formula is not None:
-            return
-        options = {**self.task.adam, "lr": self.settings.lr}
-        freeze = max(steps * self.settings.epochs // 3, 1)
-        if self.method.partner == "OneBitAdam":
-            self.formula = optimizers.OneBitAdam(freeze_step=freeze, **options)
-        else:
-            self.formula = optimizers.ZeroOneAdam(
-                var_freeze_step=freeze, local_step_scaler=freeze, **options
-            )
-        ranks = self.settings.ranks
-        self.world = World(self.formula.compressor(), ranks, fused=True)
-        self.count = self.learnt = 0
-        self.freeze = freeze
-        # Equal on all ranks until 0/1 Adam steps locally; then each has its own.
-        self.weights = [{n: p.data for n, p in self.parameters.items()}] * ranks
-        self.states: list[dict[str, Any]] = [{n: {} for n in self.parameters}] * ranks
-
-    def gradients(self, batch: Batch) -> Iterator[dict[str, Any]]:
-        if self.formula is None:
-            yield from super().gradients(batch)
-            return
-        losses = self.task.losses(batch)
-        for weights in self.weights:
-            for n, p in self.parameters.items():
-                p.data, p.grad = weights[n], None
-            next(losses).backward()
-            yield {n: p.grad for n, p in self.parameters.items()}
-
-    def step(self, batch: Batch, lr: float) -> None:
-        if self.formula is None:
-            super().step(batch, lr)
-            return
-        self.count += 1
-        found = self.world.exchange_all(list(self.gradients(batch)))
-        formula = dataclasses.replace(self.formula, lr=lr)
-        is_local, frozen, phase = False, self.count > self.freeze, ""
-        if isinstance(formula, optimizers.ZeroOneAdam):
-            phase = formula.phases.phase(self.count)
-            is_local, frozen = phase in ("local", "sync"), phase != "variance"
-        self.learnt += not frozen
-        is_momentum = frozen and not phase
-        now = Now(self.count, self.learnt, frozen, is_momentum, is_local)
-        if is_local and self.weights[0] is self.weights[1]:
-            self.weights = [{n: w.clone() for n, w in own.items()} for own in self.weights]
-            self.states = copy.deepcopy(self.states)
-            self.states = [copy.deepcopy(own) for own in self.states]
-        ranks = range(self.settings.ranks) if is_local else range(1)
-        with torch.no_grad():
-            for rank in ranks:
-                weights, states = self.weights[rank], self.states[rank]
-                for n, outcome in found[rank].items():
-                    weights[n], states[n] = formula.step(
-                        weights[n], outcome.direction, states[n], now
-                    )
-            if phase == "sync":
-                self.synchronize(formula, now)
-
-    def synchronize(self, formula: Any, now: Now) -> None:
-        """Average what the weights of each rank moved by, in one bit an element."""
-        if not hasattr(self, "moves"):
-            self.moves = World(formula.phases.for_parameters, self.settings.ranks)
-            self.moves.record = self.world.record
-        buffers = [{n: s["buffer"] for n, s in own.items()} for own in self.states]
-        for rank, means in enumerate(self.moves.exchange_all(buffers)):
-            weights, states = self.weights[rank], self.states[rank]
-            for n, outcome in means.items():
-                weights[n], states[n] = formula.synchronized(
-                    weights[n], outcome.mean, states[n], now
-                )
-
-    @contextlib.contextmanager
-    def tested(self) -> Iterator[None]:
-        if self.formula is not None:
-            for n, p in self.parameters.items():
-                p.data = torch.stack([own[n] for own in self.weights]).mean(0)
-        yield
 
 
 class RoundsTrainer(Trainer):

@@ -14,7 +14,7 @@ from hvd_compress.cli.options import parser_of, positive
 from hvd_compress.cli.tables import text_table
 from hvd_compress.config import build, lookup, names
 from hvd_compress.stats import human_bytes
-from hvd_compress.systems import TrainingMethod
+from hvd_compress.systems import TrainingMethod, rounds  # noqa: F401 - whose names are known then
 
 #: what a run ended with and what it cost, by the heads of the table's columns
 Run = dict[str, Any]

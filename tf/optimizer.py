@@ -19,12 +19,13 @@ import tensorflow as tf
 
 from hvd_compress.base import Compressor
 from hvd_compress.chain import chain
-from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.errors import ConfigError, NeedsTuning, UnsupportedError
 from hvd_compress.integrations.optimizers import (
     another_kind,
     check_one_momentum,
     check_partner,
     moved,
+    too_coarse,
     velocity_of_one,
 )
 from hvd_compress.integrations.options import HorovodOptions
@@ -235,6 +236,9 @@ class Distribution:
         self.is_built = False
         self.places: dict[int, int] = {}
         self.local_places: dict[int, int] = {}
+        warning = too_coarse(method, inner)
+        if warning and runtime.hvd.rank() == 0:
+            warnings.warn(warning, NeedsTuning, stacklevel=4)
         if not method.takes_momentum:
             return
         own, wrapped, is_chief = method.momentum, type(inner).__name__, runtime.hvd.rank() == 0

@@ -6,6 +6,7 @@ from hvd_compress.advisor.advice import (
     Candidate,
     Step,
     allowed,
+    average_step,
     break_even,
     choose,
     is_bottleneck,
@@ -13,6 +14,7 @@ from hvd_compress.advisor.advice import (
     seconds_of,
     step_of,
 )
+from hvd_compress.advisor.losses import OPTIMIZERS, RECIPES, Loss, loss_of
 from hvd_compress.advisor.network import Network
 from hvd_compress.advisor.pieces import Piece, kept, measured
 from hvd_compress.advisor.shapes import MODELS, Shapes
@@ -21,16 +23,21 @@ __all__ = [
     "ACCURACIES",
     "CANDIDATES",
     "MODELS",
+    "OPTIMIZERS",
+    "RECIPES",
     "Candidate",
+    "Loss",
     "Network",
     "Piece",
     "Shapes",
     "Step",
     "allowed",
+    "average_step",
     "break_even",
     "choose",
     "is_bottleneck",
     "kept",
+    "loss_of",
     "measured",
     "rows_of",
     "seconds_of",

@@ -12,13 +12,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hvd_compress.advisor.losses import OPTIMIZERS, RECIPES, Loss, loss_of, losses_of
 from hvd_compress.advisor.network import Network
 from hvd_compress.advisor.pieces import Piece
 from hvd_compress.config import check_choice
 
-#: what averages lose: nothing but rounding to 16 bits; what comparisons with dense training did not
-#: see, under SGD or AdamW; nothing in the long run, since what is not sent is kept and sent later;
-#: what rounding to few bits loses
+#: the most that averages may lose: nothing but rounding to 16 bits; no more than a tolerance, in
+#: trainings that were compared with dense ones; nothing in the long run, since what is not sent is
+#: kept and sent later; what rounding to few bits loses
 ACCURACIES = ("exact", "measured", "feedback", "lossy")
 
 
@@ -27,40 +28,76 @@ class Candidate:
     """A method to choose from.
 
     Attributes:
-        method: as users write it, such as "topk:density=0.01".
-        accuracy: what it does to averages, one of ``ACCURACIES``: "exact", but for rounding to 16
-            bits; "measured", no loss was seen with SGD nor with AdamW; "feedback", what is not sent
-            is kept and sent later; "lossy".
-        lost_sgd: points of accuracy lost on MNIST under SGD, where that was measured; DGC with its
-            warm-up (docs/accuracy.md).
-        lost_adamw: per cent of perplexity lost by a transformer under AdamW, where that was
-            measured.
+        row: what the tables of :mod:`hvd_compress.advisor.losses` call it.
+        kind: "exact", "feedback" or "lossy", as in ``ACCURACIES``.
+        write: what users write, given ``{first}``, a number of steps; empty if it is
+            ``compression="row"``.
+        first: the part of the steps that sends everything, or counts as if it did.
 
-    >>> Candidate("powersgd:rank=4", "feedback", lost_adamw=9.8) in CANDIDATES
-    True
+    >>> [candidate.method for candidate in CANDIDATES if candidate.first]
+    ['dgc:density=0.001', 'dgc:compact', 'onebit_adam']
     """
 
-    method: str
-    accuracy: str
-    lost_sgd: float | None = None
-    lost_adamw: float | None = None
+    row: str
+    kind: str
+    write: str = ""
+    first: float = 0.0
+
+    @property
+    def method(self) -> str:
+        """What is sent after the first steps."""
+        return self.row.partition(",")[0]
+
+    def written(self, steps: int) -> str:
+        """Return what users write for a training of so many steps."""
+        text = self.write or f'compression="{self.row}"'
+        return text.format(first=round(self.first * steps))
+
+    def loss(self, optimizer: str, steps: int) -> Loss | None:
+        """Return what it was seen to lose; see :func:`hvd_compress.advisor.losses.loss_of`.  Both
+        ways to round to 16 bits count where one of them was trained."""
+        found = loss_of(self.row, optimizer, steps)
+        return loss_of("bf16", optimizer, steps) if self.row == "fp16" and not found else found
+
+    def is_within(self, optimizer: str | None, steps: int, tolerance: float | None = None) -> bool:
+        """Return whether it was trained with the optimizer, and lost no more than the tolerance;
+        ``optimizer=None``: with SGD and with AdamW, however long, and nowhere else more."""
+        if self.row == "none":
+            return True
+        if optimizer is not None:
+            loss = self.loss(optimizer, steps)
+            return loss is not None and loss.within(tolerance)
+        found = {name: list(losses_of(self.row, name)) for name in OPTIMIZERS}
+        seen = all(found[name] for name in ("sgd", "adamw"))
+        return seen and all(loss.within(tolerance) for each in found.values() for loss in each)
 
 
+_ONE_BIT = "compression=adam.compressor() of adam = hvd.OneBitAdam(..., freeze_step={first})"
 CANDIDATES = (
     Candidate("none", "exact"),
     Candidate("fp16", "exact"),
-    Candidate("linear", "measured", 0.0, 0.1),
-    Candidate("topk:density=0.01", "feedback", 0.07, 53.4),
-    Candidate("dgc:density=0.001", "feedback", 0.22),
-    Candidate("dgc:compact", "feedback", 0.25),
-    Candidate("powersgd:rank=2", "feedback", 0.03),
-    Candidate("powersgd:rank=4", "feedback", lost_adamw=9.8),
-    Candidate("efsignsgd", "feedback"),
+    Candidate("linear", "feedback"),
+    Candidate("topk:density=0.01", "feedback"),
+    Candidate("powersgd:rank=2", "feedback"),
+    Candidate("powersgd:rank=4", "feedback"),
+    Candidate(
+        "dgc:density=0.001, warm-up",
+        "feedback",
+        "compression=hvd.DGC(density=hvd.warmup_to(0.001, steps={first}))",
+        0.25,
+    ),
+    Candidate(
+        "dgc:compact, warm-up",
+        "feedback",
+        "compression=hvd.DGC.compact(density=hvd.warmup_to(0.001, steps={first}))",
+        0.25,
+    ),
+    Candidate("onebit_adam", "feedback", _ONE_BIT, 0.2),
     Candidate("onebit", "feedback"),
     Candidate("fp8", "feedback"),
     Candidate("qsgd", "lossy"),
 )
-#: what a method must gain to be preferred to one that loses less
+#: what a method must gain to be preferred to one that rounds to 16 bits at most
 _MARGIN = 0.02
 
 
@@ -104,47 +141,85 @@ def step_of(piece: Piece, network: Network, backward: float = 0.0) -> Step:
     return Step(whole, piece.processor(p), wire)
 
 
-def allowed(accuracy: str) -> tuple[Candidate, ...]:
+def average_step(
+    candidate: Candidate, pieces: Mapping[str, Piece], network: Network, backward: float = 0.0
+) -> Step:
+    """Return the time of a step with one candidate, its dense ones at the start included.
+
+    Args:
+        candidate: its method, and "none" if it has a start, are among the pieces.
+        pieces: by method.
+        network, backward: as for :func:`step_of`.
+    """
+    own = step_of(pieces[candidate.method], network, backward)
+    if not candidate.first:
+        return own
+    dense = step_of(pieces["none"], network, backward)
+    pairs = zip(dataclasses.astuple(dense), dataclasses.astuple(own), strict=True)
+    return Step(*(candidate.first * a + (1 - candidate.first) * b for a, b in pairs))
+
+
+def allowed(
+    accuracy: str,
+    optimizer: str | None = None,
+    steps: int = 1,
+    tolerance: float | None = None,
+) -> tuple[Candidate, ...]:
     """Return the candidates that lose no more than ``accuracy`` says.
 
+    Args:
+        accuracy: one of ``ACCURACIES``.
+        optimizer: "measured" asks for this one, rounding to 16 bits included; ``None``: for SGD and
+            AdamW, but for that rounding.
+        steps: of the training, with an optimizer.
+        tolerance: in the units of the recipes; ``None``: theirs.
+
     Raises:
-        ConfigError: it is none of ``ACCURACIES``.
+        ConfigError: ``accuracy`` is none of ``ACCURACIES``.
+
+    >>> [candidate.row for candidate in allowed("exact")]
+    ['none', 'fp16']
     """
     check_choice("accuracy", accuracy, ACCURACIES)
-    most = ACCURACIES.index(accuracy)
-    return tuple(c for c in CANDIDATES if ACCURACIES.index(c.accuracy) <= most)
+    kinds = {"exact": ("exact",), "feedback": ("exact", "feedback"), "lossy": ACCURACIES}
+    if accuracy != "measured":
+        return tuple(c for c in CANDIDATES if c.kind in kinds[accuracy])
+    return tuple(
+        c
+        for c in CANDIDATES
+        if (c.kind == "exact" and optimizer is None) or c.is_within(optimizer, steps, tolerance)
+    )
 
 
 def choose(
     pieces: Mapping[str, Piece],
     network: Network,
     backward: float = 0.0,
-    accuracy: str = "measured",
-) -> str:
-    """Return the method of the shortest step; one that loses more must gain 2 %.
+    among: Iterable[Candidate] | None = None,
+) -> Candidate:
+    """Return the candidate of the shortest step, which for those that lose nothing is that of the
+    shortest time to the loss; what does more than round to 16 bits must gain 2 %.
 
     Args:
         pieces: by method; others are not chosen.
         network: where messages travel.
         backward: seconds of computing gradients.
-        accuracy: the most that may be lost.
+        among: the candidates; ``None``: those of accuracy "measured".
 
-    Raises:
-        ConfigError: ``accuracy`` is none of ``ACCURACIES``.
-
-    >>> choose(kept("resnet50"), Network(ranks=8, bandwidth=1e9), backward=0.5, accuracy="exact")
+    >>> network = Network(ranks=8, bandwidth=1e9)
+    >>> choose(kept("resnet50"), network, backward=0.5, among=allowed("exact")).method
     'fp16'
     """
-    seconds = seconds_of(pieces, network, backward)
-    best, least, loses = "", math.inf, ""
-    for candidate in allowed(accuracy):
-        if candidate.method not in seconds:
-            continue
-        worse = bool(best) and candidate.accuracy != loses
-        if seconds[candidate.method] < least * (1 - _MARGIN * worse):
-            best, least = candidate.method, seconds[candidate.method]
-            loses = candidate.accuracy
-    return best
+    seconds = {
+        candidate: average_step(candidate, pieces, network, backward).whole
+        for candidate in (allowed("measured") if among is None else among)
+        if candidate.method in pieces
+    }
+
+    def penalised(candidate: Candidate) -> float:
+        return seconds[candidate] / (1 if candidate.kind == "exact" else 1 - _MARGIN)
+
+    return min(seconds, key=penalised)
 
 
 def seconds_of(
@@ -197,33 +272,47 @@ def is_bottleneck(pieces: Mapping[str, Piece], network: Network, backward: float
 
 
 def rows_of(
-    pieces: Mapping[str, Piece], network: Network, backward: float, methods: Iterable[Candidate]
+    pieces: Mapping[str, Piece],
+    network: Network,
+    backward: float,
+    optimizer: str,
+    steps: int,
 ) -> list[dict[str, Any]]:
-    """Return what a table says of each method, the shortest step first: seconds of the whole step,
-    of the processor and of messages, the bytes of a rank, the :func:`break_even` against fp16
-    in bit/s, and what it loses (:class:`Candidate`).
+    """Return what a table says of each candidate, the shortest step first: seconds of the whole
+    step, of the processor and of messages, the bytes of a rank after the first steps, the
+    :func:`break_even` against fp16 in bit/s, what it was seen to lose, in which unit, recipe and
+    length, and what to write.
 
     Args:
-        pieces: by method, "fp16" and those of ``methods`` among them.
+        pieces: by method, "fp16" and "none" among them; candidates without a piece have no row.
         network, backward: as for :func:`step_of`.
-        methods: the rows.
+        optimizer, steps: of the training.
     """
     base = pieces["fp16"]
     rows = []
-    for candidate in methods:
-        piece = pieces[candidate.method]
-        step = step_of(piece, network, backward)
+    for candidate in CANDIDATES:
+        if (piece := pieces.get(candidate.method)) is None:
+            continue
+        step = average_step(candidate, pieces, network, backward)
         even = None
         if piece.nbytes(network.ranks) < base.nbytes(network.ranks):
             even = break_even(piece, base, network, backward)
+        loss = candidate.loss(optimizer, steps)
+        diverges = loss is not None and math.isinf(loss.lost)
         rows.append(
             {
-                **dataclasses.asdict(candidate),
+                "method": candidate.row,
+                "write": candidate.written(steps),
                 "seconds": step.whole,
                 "processor": step.processor,
                 "wire": step.wire,
                 "bytes": round(piece.nbytes(network.ranks)),
                 "break_even": even,
+                "lost": None if loss is None else "diverges" if diverges else loss.lost,
+                "unit": None if loss is None else RECIPES[loss.recipe].unit,
+                "recipe": None if loss is None else loss.recipe,
+                "recipe_steps": None if loss is None else loss.steps,
+                "seeds": None if loss is None else loss.seeds,
             }
         )
     return sorted(rows, key=lambda row: row["seconds"])

@@ -12,7 +12,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hvd_compress.advisor.advice import ACCURACIES, allowed, choose, is_bottleneck, seconds_of
+from hvd_compress.advisor.advice import (
+    ACCURACIES,
+    Candidate,
+    allowed,
+    choose,
+    is_bottleneck,
+    seconds_of,
+)
 from hvd_compress.advisor.meeting import longest, measured_network, told
 from hvd_compress.advisor.network import Network, rate_text
 from hvd_compress.advisor.pieces import Piece, measured
@@ -54,15 +61,16 @@ class Auto(Compressor, name="auto"):
 
     Options:
         accuracy: the most that averages may lose.  "exact": rounding to 16 bits, while gradients
-            fit.  "measured": nothing that comparisons with dense training saw, under SGD or AdamW.
-            "feedback": parts that are sent in later steps; test without compression first whether
-            your training tolerates it.  "lossy": rounding to few bits.
+            fit.  "measured": at most 0.5 % of the loss or 0.2 points of accuracy, in all our
+            trainings with SGD and with AdamW.  "feedback": parts that are sent in later steps; test
+            without compression first whether your training tolerates it.  "lossy": rounding to few
+            bits.
         steps: dense steps that are measured, after two that are not; 1 or more.
 
     >>> Auto().candidates
     ('none', 'fp16')
     >>> Auto(accuracy="measured").candidates
-    ('none', 'fp16', 'linear')
+    ('none', 'fp16', 'linear', 'fp8')
     """
 
     is_chosen_later = True
@@ -78,8 +86,13 @@ class Auto(Compressor, name="auto"):
     @property
     def candidates(self) -> tuple[str, ...]:
         """The methods to choose from, those that lose least first."""
-        texts = (candidate.method for candidate in allowed(self.accuracy))
-        return tuple(text for text in texts if not as_compressor(text).takes_momentum)
+        return tuple(candidate.row for candidate in self._candidates)
+
+    @property
+    def _candidates(self) -> list[Candidate]:
+        """Those that need neither another optimizer nor a start of their own."""
+        found = [candidate for candidate in allowed(self.accuracy) if not candidate.first]
+        return [c for c in found if not as_compressor(c.method).takes_momentum]
 
     def decide(
         self,
@@ -148,7 +161,7 @@ class Auto(Compressor, name="auto"):
         if half:  # "none" sends 16 bits
             pieces["none"] = pieces["fp16"]
         among = {text: pieces[text] for text in texts if text in pieces}
-        best = choose(among, network, backward, self.accuracy)
+        best = choose(among, network, backward, self._candidates).method
         hosts = network.hosts or network.ranks
         latency = network.latency if hosts > 1 else network.inner_latency
         where = (

@@ -20,6 +20,7 @@ import numpy as np
 from hvd_compress.advisor import (
     CANDIDATES,
     MODELS,
+    RECIPES,
     Candidate,
     Network,
     Piece,
@@ -69,11 +70,14 @@ def advise(
     bandwidth: float,
     latency: float,
     backward: float,
-    accuracy: str,
+    optimizer: str,
+    steps: int,
     measure: bool,
+    tolerance: float | None = None,
     as_json: bool = False,
 ) -> None:
-    """Print what a step takes with each method, the shortest first, and what to write."""
+    """Print what a step takes with each method, the shortest first, what it was seen to lose, and
+    what to write."""
     if measure:
         network, is_first = measured_network()
     else:
@@ -81,23 +85,31 @@ def advise(
     pieces = pieces_of(model, measure)
     if not is_first:
         return
-    rows = rows_of(pieces, network, backward, CANDIDATES)
-    best = choose(pieces, network, backward, accuracy)
+    rows = rows_of(pieces, network, backward, optimizer, steps)
+    among = {c.row: c for c in allowed("measured", optimizer, steps, tolerance)}
+    best = choose(pieces, network, backward, among.values())
     matters = is_bottleneck(pieces, network, backward)
     if as_json:
         for row in rows:
             if row["break_even"] == math.inf:  # which JSON does not have
                 row["break_even"] = "always"
         facts = {"model": model, **dataclasses.asdict(network), "backward": backward}
+        facts |= {"optimizer": optimizer, "steps": steps, "bottleneck": matters}
         print(
             json.dumps(
-                facts | {"bottleneck": matters, "best": best, "rows": rows},
+                facts | {"best": best.row, "write": best.written(steps), "rows": rows},
                 indent=2,
                 allow_nan=False,
             )
         )
     else:
-        _print(model, network, backward, rows, best, matters, accuracy)
+        where = f" on hosts: {network.hosts}" if network.hosts else ""
+        print(
+            f"{model}, {network.ranks} ranks{where}, {rate_text(network.bandwidth)}, rounds of "
+            f"{1e6 * network.latency:.3g} us, {1000 * backward:g} ms of backward, "
+            f"{steps:,} steps of {optimizer}\n"
+        )
+        _print(network, backward, rows, best, matters, among)
 
 
 def measured_network() -> tuple[Network, bool]:
@@ -123,12 +135,12 @@ def pieces_of(model: str, fresh: bool) -> dict[str, Piece]:
     shapes = shapes_of(model)
     if model in MODELS and not fresh:
         return kept(model)
-    candidates: Iterable[Candidate] = CANDIDATES
+    methods: Iterable[str] = [candidate.method for candidate in CANDIDATES]
     if sys.stderr.isatty() and importlib.util.find_spec("tqdm"):
         from tqdm import tqdm
 
-        candidates = tqdm(candidates, desc="measuring", ncols=80, leave=False)
-    return {c.method: measured(c.method, shapes) for c in candidates}
+        methods = tqdm(methods, desc="measuring", ncols=80, leave=False)
+    return {method: measured(method, shapes) for method in methods}
 
 
 def shapes_of(model: str) -> Shapes:
@@ -186,59 +198,59 @@ def _shape(model: str, name: Any, x: Any) -> tuple[int, ...]:
 
 
 def _print(
-    model: str,
     network: Network,
     backward: float,
     rows: Sequence[Mapping[str, Any]],
-    best: str,
+    best: Candidate,
     matters: bool,
-    accuracy: str,
+    among: Mapping[str, Candidate],
 ) -> None:
     by_method = {row["method"]: row for row in rows}
     base = by_method["fp16"]["seconds"]
-    hosts = f" on hosts: {network.hosts}" if network.hosts else ""
-    print(
-        f"{model}, {network.ranks} ranks{hosts}, {rate_text(network.bandwidth)}, rounds of "
-        f"{1e6 * network.latency:.3g} us, {1000 * backward:g} ms of backward\n"
-    )
     if matters:
         waits = (base - backward - by_method["fp16"]["processor"]) / base
         print(f"Is the network your bottleneck? Yes: {waits:.0%} of a step in fp16 wait for it.")
     else:
         print("Is the network your bottleneck? No: a step in fp16 hardly waits for it.")
-    if best in ("none", "fp16"):
-        print(f'Write compression="{best}": nothing that loses as little is faster by 2 %.')
+    write = f"Write {by_method[best.row]['write']}"
+    if best.kind == "exact":
+        print(f"{write}: nothing that loses as little is faster by 2 %.")
     else:
-        gain = base / by_method[best]["seconds"]
-        print(f'Write compression="{best}": {gain:.1f} times as fast as fp16.')
-    among = {candidate.method for candidate in allowed(accuracy)}
+        gain = base / by_method[best.row]["seconds"]
+        print(f"{write}: {gain:.1f} times as fast as fp16.")
     chosen = [row for row in rows if row["method"] in among]
-    others = [row for row in rows if row["method"] not in among]
-    if best != (first := chosen[0]["method"]):
+    unknown = [row for row in rows if row["recipe"] is None]
+    others = [row for row in rows if row not in chosen and row not in unknown]
+    if best.row != (first := chosen[0]["method"]):
         print(f"({first} gains less than 2 % for what it loses.)")
     header = (
-        *("compression=", "a step", "than fp16", "processor", "network", "bytes", "pays below"),
-        *("accuracy", "SGD", "AdamW"),
+        *("method", "a step", "than fp16", "processor", "network", "bytes", "pays below"),
+        *("loses", "measured in"),
     )
-    lines = text_table(header, [_texts(row, base) for row in (*chosen, *others)]).splitlines()
+    lines = text_table(header, [_texts(row, base) for row in (*chosen, *others, *unknown)])
+    table = lines.splitlines()
+    if unknown:
+        table.insert(2 + len(chosen) + len(others), "Nobody has measured what these lose:")
     if others:
-        lines.insert(2 + len(chosen), "These lose more, or nobody has measured how much:")
+        table.insert(2 + len(chosen), "These lose more than is tolerated:")
+    recipes = {row["recipe"]: RECIPES[row["recipe"]] for row in rows if row["recipe"]}
     print(
         "",
-        *lines,
+        *table,
         "\nPays below: the bandwidth below which a step is shorter than in fp16. Processor: of one "
-        'core a rank.\nAccuracy: "exact" but for 16 bits; "measured": no loss was seen; "feedback" '
-        'sends later what it has not\nsent; "lossy" does not. SGD: points of accuracy lost on '
-        "MNIST. AdamW: perplexity lost by a transformer.\n-: not measured. docs/accuracy.md says "
-        "how; compare with a short dense run of yours.",
+        "core a rank.\nA step: the mean over a training, with the dense steps at its start.",
+        *(f"{name}: {recipe.what}; {_UNITS[recipe.unit]}." for name, recipe in recipes.items()),
+        "docs/accuracy.md says how; compare with a short dense run of yours.",
         sep="\n",
     )
 
 
+_UNITS = {"%": "per cent of the test loss of dense training", "points": "points of test accuracy"}
+
+
 def _texts(row: Mapping[str, Any], base: float) -> tuple[str, ...]:
-    seconds, sgd, adamw, pays = (
-        row[k] for k in ("seconds", "lost_sgd", "lost_adamw", "break_even")
-    )
+    seconds, lost, pays = (row[k] for k in ("seconds", "lost", "break_even"))
+    seeds = f"{row['seeds']} seed{'s' * (row['seeds'] != 1)}" if row["seeds"] else ""
     return (
         row["method"],
         f"{1000 * seconds:.1f} ms",
@@ -247,7 +259,6 @@ def _texts(row: Mapping[str, Any], base: float) -> tuple[str, ...]:
         f"{1000 * row['wire']:.1f} ms",
         f"{row['bytes']:,}",
         "-" if pays is None else "always" if math.isinf(pays) else rate_text(pays),
-        row["accuracy"],
-        "-" if sgd is None else f"{sgd:.2f}",
-        "-" if adamw is None else f"{adamw:.1f} %",
+        "-" if lost is None else lost if lost == "diverges" else f"{lost:.2f} {row['unit']}",
+        f"{row['recipe']}, {row['recipe_steps']:,} steps, {seeds}" if row["recipe"] else "-",
     )

@@ -40,6 +40,7 @@ class column_means(ByColumn, name="column_means"):
     column: int | None = checked(runs.check_column, None)
 
     draws = False
+    is_coarse = True
 
     @functools.cached_property
     def _loops(self) -> Halves:

@@ -19,6 +19,8 @@ from hvd_compress.operators.threshold import check_tau
 class Bits(Codec):
     """A bit an element, behind the scale if that is sent."""
 
+    is_coarse = True
+
     @property
     @abc.abstractmethod
     def _loops(self) -> Signs: ...

@@ -67,6 +67,29 @@ def another_kind(method: Compressor, optimizer: str) -> str:
     )
 
 
+#: what divides by the size of gradients, or takes their signs or directions, by names of classes
+NOT_LINEAR = frozenset(
+    (
+        *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "LAMB", "Lion"),
+        *("Muon", "NAdam", "Nadam", "RAdam", "RMSprop", "Rprop"),
+    )
+)
+
+
+def too_coarse(method: Compressor, optimizer: Any) -> str | None:
+    """Return the warning for an optimizer that makes steps of any size of what a coarse method
+    sends late or in a bit, or ``None``."""
+    kinds = {cls.__name__ for cls in type(optimizer).__mro__}
+    if not method.is_coarse or method.partner is not None or not kinds & NOT_LINEAR:
+        return None
+    return (
+        f"{method.name} under {type(optimizer).__name__} costs much accuracy (docs/accuracy.md): "
+        "what it sends late or in a bit arrives in bursts, and the optimizer is not linear in the "
+        'gradient. Write compression="linear", or another optimizer; where it is on purpose, '
+        "warnings.simplefilter('ignore', hvd_compress.NeedsTuning)"
+    )
+
+
 def moved(method: Compressor, momenta: Iterable[float], nesterov: bool, optimizer: str) -> str:
     """Return the log line for momentum that a method has taken over."""
     return (

@@ -44,6 +44,8 @@ class leader_top_k(Aggregator, name="leader_top_k"):
 
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
 
+    is_coarse = True
+
     @property
     def _select(self) -> top_k:
         return top_k(self.density)

@@ -54,6 +54,7 @@ class ok_topk(Aggregator, name="ok_topk"):
     indices: str = choice(*CODECS, default="packed")
     values: str = choice("float32", "float16")
 
+    is_coarse = True
     keys = ("global_threshold",)
     per_rank = False
 

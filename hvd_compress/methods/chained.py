@@ -95,6 +95,8 @@ class OfVelocities(Chained):
     masking: bool
     min_size: int
 
+    is_coarse = True
+
     @property
     def working_parts(self) -> list[Configurable]:
         return [self._whole]

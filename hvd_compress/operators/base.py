@@ -78,6 +78,8 @@ class Selector(Configurable, abc.ABC, kind="block"):
     (2, array([0, 3]), 0.5)
     """
 
+    is_coarse = True
+
     @abc.abstractmethod
     def count(self, n: int, context: Context) -> int | None:
         """Return how many of ``n`` elements are selected, the same number on all ranks; ``None`` if

@@ -11,11 +11,15 @@ from hvd_compress import advisor
 from hvd_compress.advisor import (
     CANDIDATES,
     MODELS,
+    Loss,
     Network,
     Piece,
+    allowed,
     break_even,
     choose,
     kept,
+    loss_of,
+    losses,
     measured,
     step_of,
 )
@@ -109,21 +113,69 @@ def test_feedback_is_what_has_a_residual():
     for candidate in CANDIDATES:
         method = as_compressor(candidate.method).for_tensor("a", (30, 40))
         has_residual = "residual" in method.init(np.ones((30, 40), np.float32))
-        assert has_residual == (candidate.accuracy in ("measured", "feedback")), candidate
+        assert has_residual == (candidate.kind == "feedback"), candidate
 
 
 def test_one_that_loses_more_must_gain_two_percent():
     pieces = {"none": piece(before=1.0), "fp16": piece(before=0.99), "linear": piece(before=0.975)}
     network = Network(2, 1e15, latency=0.0)
-    assert choose(pieces, network) == "fp16"
+    assert choose(pieces, network).method == "fp16"
     pieces["linear"] = piece(before=0.9)
-    assert choose(pieces, network) == "linear"
-    assert choose(pieces, network, accuracy="exact") == "fp16"
-    pieces["fp8"] = piece(before=0.5)
-    assert choose(pieces, network) == "linear"
-    assert choose(pieces, network, accuracy="feedback") == "fp8"
+    assert choose(pieces, network).method == "linear"
+    assert choose(pieces, network, among=allowed("exact")).method == "fp16"
+    pieces["onebit"] = piece(before=0.5)
+    assert choose(pieces, network).method == "linear"
+    assert choose(pieces, network, among=allowed("feedback")).method == "onebit"
     with pytest.raises(ConfigError, match="accuracy"):
-        choose(pieces, network, accuracy="best")
+        allowed("best")
+
+
+LOSSES = (
+    *(Loss("bytes", 1000, method, lost, 3) for method, lost in (("none", 0.0), ("onebit", 3.0))),
+    Loss("bytes", 1000, "topk:density=0.01", math.inf, 1),
+    *(Loss("bytes", 16_000, method, 0.4, 3) for method in ("linear", "topk:density=0.01")),
+    *(Loss("mnist", 1000, method, 0.1, 3) for method in ("linear", "topk:density=0.01")),
+)
+
+
+@pytest.fixture
+def few_losses(monkeypatch):
+    monkeypatch.setattr(losses, "all_losses", lambda: LOSSES)
+
+
+def rows_allowed(*args, **options):
+    return [c.row for c in allowed("measured", *args, **options)]
+
+
+@pytest.mark.usefixtures("few_losses")
+def test_what_was_never_trained_or_loses_more_is_never_chosen():
+    assert rows_allowed("adamw", 1000) == ["none", "linear"]
+    assert rows_allowed("adamw", 16_000) == ["none", "linear", "topk:density=0.01"]
+    assert rows_allowed("adamw", 1000, tolerance=5.0) == ["none", "linear", "onebit"]
+    assert rows_allowed("sgd", 1000, tolerance=0.05) == ["none"]
+    assert rows_allowed("muon", 1000) == ["none"]
+
+
+@pytest.mark.usefixtures("few_losses")
+def test_the_nearest_training_is_that_of_the_nearest_length():
+    for steps, lost in ((10, math.inf), (3999, math.inf), (4001, 0.4), (10**6, 0.4)):
+        assert loss_of("topk:density=0.01", "adamw", steps).lost == lost
+    assert str(loss_of("topk:density=0.01", "adamw", 1)) == "diverges"
+    assert str(loss_of("linear", "sgd", 1)) == "0.10 points"
+    assert loss_of("fp8", "adamw", 1000) is None
+
+
+@pytest.mark.usefixtures("few_losses")
+def test_without_an_optimizer_it_must_do_with_all():
+    assert rows_allowed() == ["none", "fp16", "linear"]  # top-k diverges in one
+
+
+def test_dense_steps_at_the_start_are_counted():
+    pieces = {"none": piece(before=1.0), "onebit_adam": piece(before=0.2)}
+    [candidate] = [c for c in CANDIDATES if c.row == "onebit_adam"]
+    step = advisor.average_step(candidate, pieces, Network(2, 1e15, latency=0.0))
+    assert step.whole == pytest.approx(0.2 * 1.0 + 0.8 * 0.2)
+    assert "freeze_step=200)" in candidate.written(1000)
 
 
 def test_break_even_is_where_the_steps_are_equal():
@@ -163,7 +215,7 @@ def test_choices_lose_little():
     assert len(found) >= 200
     assert max(cell.regret for cell in found) <= 1.05
     assert max(cell.behind for cell in found) <= 1.02
-    assert {"fp16", "dgc:density=0.001"} < {cell.chosen for cell in found}
+    assert {"fp16", "powersgd:rank=2"} < {cell.chosen for cell in found}
     wrong = list(cells(pieces, error=0.1))
     assert np.mean([cell.regret for cell in wrong]) <= 1.01
 

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from hvd_compress.base import Compressor, State
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, NeedsTuning
 from hvd_compress.integrations.optimizers import (
     another_kind,
     check_one_momentum,
     check_partner,
     momentum_inside,
     moved,
+    too_coarse,
     velocity_of_one,
 )
 
@@ -44,6 +45,8 @@ class Momentum:
         self._read: list[dict[str, Any]] = []  # the groups of which that is
         self._look(optimizer.param_groups)
         self.is_taken = method.takes_momentum and isinstance(optimizer, torch.optim.SGD)
+        if tells and (warning := too_coarse(method, optimizer)):
+            warnings.warn(warning, NeedsTuning, stacklevel=5)
         if method.takes_momentum and tells and method.momentum is None:
             self._tell()
 
