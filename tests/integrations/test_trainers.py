@@ -72,11 +72,20 @@ def test_workers_of_ray_that_take_over_have_the_same_bits(tmp_path):
     assert "the same bits" in output
 
 
+def on_cpu(ranks):
+    """Accelerate shards by FSDP2 on accelerators only: there the example runs as it is."""
+    return [*jobs.torchrun(ranks), str(jobs.TESTS / "trainers" / "on_cpu.py")]
+
+
 #: what starts an example, the least accuracy, and the least ratio of bytes
 EXAMPLES = {
     "lightning": (jobs.torchrun, 75, 70),
     "accelerate": (jobs.torchrun, 75, 70),
     "transformers": (jobs.torchrun, 80, 15),
+    "fsdp": (jobs.torchrun, 75, 3.5),
+    "lightning_fsdp": (jobs.torchrun, 75, 3.5),
+    "accelerate_fsdp": (on_cpu, 75, 3.5),
+    "transformers_fsdp": (on_cpu, 75, 3.5),
     "ray": (None, 75, 70),
     "ray_horovod": (None, 75, 30),
 }
@@ -85,7 +94,8 @@ EXAMPLES = {
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(tmp_path, monkeypatch, name):
-    need(name.partition("_")[0])
+    if name != "fsdp":
+        need(name.partition("_")[0])
     launcher, accuracy, ratio = EXAMPLES[name]
     command = launcher(2) if launcher else [sys.executable]
     file = jobs.ROOT / "mpi_examples" / f"train_{name}.py"
