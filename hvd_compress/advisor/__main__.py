@@ -1,4 +1,4 @@
-"""``OMP_NUM_THREADS=1 python -m hvd_compress.advisor`` measures the kept pieces anew, in some
+"""``OMP_NUM_THREADS=1 python -m hvd_compress.advisor`` measures the kept pieces again, in some
 minutes."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The time of a step with each method, and the choice between them.
 
 On a processor the method's work and backward share the cores, and only messages travel meanwhile.
-Gradients leave in k buckets: what a rank computes and what travels are two stages of a pipeline, in
-which bucket i + 1 is computed while bucket i travels, and what comes last is read at the end.
+Gradients leave in k buckets.  Computation and messages are two stages of a pipeline: bucket i + 1
+is computed while bucket i travels.  The last one is read at the end.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Step:
     Attributes:
         whole: from the start of backward to the last average.
         processor: of the method's own work in it.
-        wire: of its messages, hidden behind backward or not.
+        wire: of its messages, hidden by backward or not.
 
     >>> step = step_of(kept("resnet50")["fp16"], Network(ranks=4, bandwidth=1e9), backward=0.5)
     >>> round(step.wire, 3), step.whole > 0.5  # not all of it is hidden
@@ -126,7 +126,7 @@ def step_of(piece: Piece, network: Network, backward: float = 0.0) -> Step:
     Args:
         piece: what the method costs by itself.
         network: where messages travel.
-        backward: seconds of computing gradients, behind which messages are hidden.
+        backward: seconds of computing gradients, which hide messages.
     """
     p = network.ranks
     wire = sum(
@@ -233,13 +233,14 @@ def seconds_of(
 def break_even(
     piece: Piece, against: Piece, network: Network, backward: float = 0.0
 ) -> float | None:
-    """Return the bandwidth in bit/s below which a method is faster than another one; infinity if it
-    always is, ``None`` if it never is, from 1 Mbit/s to 1 Tbit/s.
+    """Return the bandwidth in bit/s below which a method is faster than another one.
+
+    It is looked for from 1 Mbit/s to 1 Tbit/s; infinity: always faster; ``None``: never.
 
     Args:
         piece: of the method.
         against: of the other one.
-        network: whose ``bandwidth`` is not looked at.
+        network: all of it but its ``bandwidth``.
         backward: seconds of computing gradients.
     """
 

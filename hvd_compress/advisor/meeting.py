@@ -47,8 +47,8 @@ def _texts(own: Any, like: Array) -> Exchange:
 
 
 def measured_network(reducer: Reducer, like: Array) -> Network:
-    """Return the network as it carries sums, equal on all ranks: of each sum the shortest time, and
-    of the ranks the one that took longest.  This is a collective.
+    """Return the network as it carries sums, equal on all ranks.  Each sum counts with its shortest
+    time on the slowest rank.  This is a collective.
 
     Args:
         reducer: sums are timed by its clock, which may go differently on each rank.

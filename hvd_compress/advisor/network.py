@@ -20,10 +20,10 @@ class Network:
 
     Attributes:
         ranks: their number.
-        bandwidth: bits a second of each host's line, in either direction.
+        bandwidth: bits per second of each host's line, in either direction.
         latency: seconds of a round with one small message, half of what ping says.
         hosts: their number; ``None``: each rank has one.
-        inner_bandwidth: bits a second between ranks of one host.
+        inner_bandwidth: bits per second between ranks of one host.
         inner_latency: seconds of a round between ranks of one host.
 
     Raises:
@@ -53,7 +53,7 @@ class Network:
         for name in ("bandwidth", "inner_bandwidth"):
             value = getattr(self, name)
             if not is_number(value) or not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be bits a second, more than 0; got {value!r}")
+                raise ConfigError(f"{name} must be bits per second, more than 0; got {value!r}")
         for name in ("latency", "inner_latency"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < math.inf:
@@ -92,9 +92,8 @@ class Network:
         """Return the seconds of ``count`` exchanges of one kind, of ``nbytes`` bytes together.
 
         Args:
-            kind: "sum" of arrays of so many bytes; "gather", in which each rank gets so many bytes
-                from every other one; "alltoall", in which a rank hands over so many bytes, a part
-                of them to each.  Others count as sums.
+            kind: "sum" of arrays of ``nbytes``; "gather" of ``nbytes`` from every other rank;
+                "alltoall" of ``nbytes``, a part of them to each rank.  Others count as sums.
         """
         p, here = self.ranks, self.ranks_per_host
         if p == 1:
@@ -120,7 +119,7 @@ def _bytes(kind: str, n: float, p: int, here: int) -> tuple[float, float]:
 
 
 def rate_text(bits: float) -> str:
-    """Return bits a second as a text such as "1.5 Gbit/s".
+    """Return bits per second as a text such as "1.5 Gbit/s".
 
     >>> rate_text(25e6)
     '25 Mbit/s'

@@ -54,7 +54,7 @@ class Messages(NamedTuple):
     exchanges: int
 
     def nbytes(self, ranks: int) -> float:
-        """Return the bytes of each of so many ranks."""
+        """Return the bytes of each rank, given the number of ranks."""
         return self.whole + self.shared / ranks
 
 
@@ -85,7 +85,7 @@ class Piece:
         return self.before + self.after + ranks * self.each
 
     def nbytes(self, ranks: int) -> float:
-        """Return the bytes that each of so many ranks hands over in a step."""
+        """Return the bytes that a rank passes on in a step, given the number of ranks."""
         return sum(each.nbytes(ranks) for each in self.messages.values())
 
 
@@ -179,8 +179,8 @@ class _Engine:
 def measured(
     method: Any, shapes: Shapes, *, steps: int = 5, most: int | None = None, seed: int = 0
 ) -> Piece:
-    """Run a method on random gradients of these shapes, and return what it costs; this takes
-    seconds for millions of parameters, and 20 times their memory.
+    """Run a method on random gradients of these shapes, and return its costs.  This takes seconds
+    for millions of parameters, and 20 times their memory.
 
     Args:
         method: a method, its name, or a string such as "topk:density=0.01".

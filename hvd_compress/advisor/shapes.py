@@ -65,9 +65,12 @@ def mobilenet_v2(classes: int = 1000) -> Shapes:
 
 
 def ptb_lstm(vocabulary: int = 10_000, width: int = 1500, layers: int = 2) -> Shapes:
-    """The word model of Lin et al. (2018) for the Penn Treebank: LSTM layers of 1500 units with
-    two bias vectors each, and a decoder that shares the embedding's matrix.  That of Vogels et al.
-    (2019) for WikiText-2 is ``ptb_lstm(28_869, 650, 3)``."""
+    """The word model of Lin et al. (2018) for the Penn Treebank.
+
+    It has LSTM layers of 1500 units with two bias vectors each, and a decoder that shares the
+    embedding's matrix.  That of Vogels et al. (2019) for WikiText-2 is ``ptb_lstm(28_869, 650,
+    3)``.
+    """
     shapes: Shapes = {"encoder.weight": (vocabulary, width)}
     for layer in range(layers):
         for side in ("ih", "hh"):
@@ -91,7 +94,10 @@ def transformer(
     vocabulary: int, positions: int, width: int, layers: int, hidden: int | None = None
 ) -> Shapes:
     """Layers of attention and a perceptron between two normalisations each (Vaswani et al., NeurIPS
-    2017), behind embeddings of tokens and positions; what predicts shares the tokens' matrix."""
+    2017).
+
+    Embeddings of tokens and positions come before them; the output shares the tokens' matrix.
+    """
     hidden = 4 * width if hidden is None else hidden
     shapes: Shapes = {"tokens.weight": (vocabulary, width), "positions.weight": (positions, width)}
     for layer in range(layers):
@@ -129,8 +135,11 @@ def elements_of(shapes: Shapes) -> int:
 
 
 def sampled(shapes: Shapes, elements: int) -> Shapes:
-    """Return about so many elements in tensors that stand for all: one in each stride by size, and
-    a part of the longest dimension if a tensor is more than an eighth of ``elements``."""
+    """Return about ``elements`` elements in tensors that stand for all.
+
+    It takes one tensor in each stride by size.  If a tensor is more than an eighth of ``elements``,
+    a part of its longest dimension.
+    """
     total = elements_of(shapes)
     if total <= elements:
         return dict(shapes)

@@ -42,7 +42,7 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 
 def bandwidth(text: str) -> float:
-    """Return bits a second from a text such as "1gbit" or "25 Gbit/s"."""
+    """Return bits per second from a text such as "1gbit" or "25 Gbit/s"."""
     found = re.fullmatch(r"([\d.]+)\s*([kmgt]?)bit(?:/s|ps)?", text.strip().lower())
     try:
         value = float(found[1]) * _SCALES[found[2]] if found else 0.0

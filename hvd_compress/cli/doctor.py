@@ -54,7 +54,7 @@ def doctor(wanted: Sequence[str] = (), as_json: bool = False) -> int:
 
     Args:
         wanted: of ``WANTED``, what has to work; if empty, all that is installed, or else PyTorch.
-        as_json: print one object, when all is known, in place of lines.
+        as_json: print one object, when all is known, instead of lines.
     """
     goal = Goal(wanted)
     sections = [("Packages", _packages), ("Horovod", _horovod), ("MPI", _mpi)]

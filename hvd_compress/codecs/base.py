@@ -20,9 +20,11 @@ Array = Any
 
 
 class Coder(Protocol):
-    """A maker and reader of the bytes of a codec, whose ``repr`` it has: the codec itself for NumPy
-    arrays, or loops for arrays in a device's memory, see :func:`coded`.
-    Bytes are in host memory either way."""
+    """A maker and reader of the bytes of a codec, whose ``repr`` it has.
+
+    It is the codec itself for NumPy arrays, or loops for arrays in a device's memory, see
+    :func:`coded`.  Bytes are in host memory either way.
+    """
 
     def size(self, n: int, dtype: np.dtype) -> int:
         """See :class:`Codec`."""
@@ -33,9 +35,12 @@ class Coder(Protocol):
     def put(
         self, x: Array, random: np.random.Generator, out: np.ndarray, sent: Array | None = None
     ) -> bool:
-        """Write the bytes of a flat ``x`` to ``out``, and what they decode to into ``sent``.  Where
-        ``x`` has a NaN or Inf, and the codec does not take these, draw nothing and return False;
-        ``out`` is as it was then."""
+        """Write the bytes of a flat ``x`` to ``out``, and the values that they decode to into
+        ``sent``.
+
+        If ``x`` has a NaN or Inf, and the codec does not take these, draw nothing and return False;
+        ``out`` is as it was then.
+        """
 
     def decode_to(self, code: np.ndarray, out: Array, add: bool = False) -> None:
         """See :class:`Codec`."""
@@ -52,9 +57,9 @@ class Codec(Configurable, abc.ABC, kind="block"):
     """How an array of n numbers becomes bytes.
 
     Codecs work on NumPy arrays, flat, float32 or float64, in host memory: one implementation gives
-    the same bits under every framework.  ``encode`` and ``decode`` say in NumPy what a code is; the
-    other methods do the same in one pass, without arrays in between, where there are compiled loops
-    for it.  A device array is copied once each way, unless there are loops for the device
+    the same bits under every framework.  ``encode`` and ``decode`` define a code in NumPy.  If
+    there are compiled loops, the other methods do the same in one pass, without arrays in between.
+    A device array is copied once each way, unless there are loops for the device
     (:class:`Coder`).  All of them have the same bits.
 
     Subclasses are frozen dataclasses: options are fields.
@@ -84,8 +89,8 @@ class Codec(Configurable, abc.ABC, kind="block"):
         return self
 
     def unit(self, n: int) -> int:
-        """Return after how many elements an array of ``n`` may be divided into shards so that the
-        shards decode to the same values as the whole."""
+        """Return the number of elements after which an array of ``n`` may be divided into shards.
+        The shards decode to the same values as the whole."""
         return 1
 
     @abc.abstractmethod
@@ -96,7 +101,7 @@ class Codec(Configurable, abc.ABC, kind="block"):
     def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         """Return the bytes (1-D, uint8) of a flat, finite ``x``.
 
-        Random codecs draw from ``random``, which belongs to this rank, tensor and step.  Where
+        Random codecs draw from ``random``, which belongs to this rank, tensor and step.  If
         something overflows although ``x`` is finite, the decoded values must not be finite either.
         """
 
@@ -141,23 +146,23 @@ class Codec(Configurable, abc.ABC, kind="block"):
         out: np.ndarray,
         count: int,
     ) -> tuple[bool, bool]:
-        """Write the code of a sum, and what it leaves out: of flat arrays of one dtype.
+        """Write the code of a sum of flat arrays of one dtype, and its error.
 
-        Where a sum is NaN or Inf, and the codec does not take these, there is no code: what is in
-        ``out`` and in ``left`` is anything then.
+        If a sum is NaN or Inf, and the codec does not take these, there is no code: ``out`` and
+        ``left`` are undefined then.
 
         Args:
-            base: what is added to.
-            x: what is added; ``None``: nothing.
+            base: the first summand.
+            x: the second one; ``None``: nothing.
             kept: where ``base`` is written, unless that is ``None``; it may be ``x``.
             codes: the values of these are added, too, one after the other.
             random: see :meth:`encode`.
-            left: where the sums are written, and what is left of them; it may be ``base``.
+            left: where the sums are written, and then their errors; it may be ``base``.
             out: where the code is written.
             count: of threads.
 
         Returns:
-            Whether no sum is NaN or Inf, and whether nothing that is left of them is.
+            Whether no sum is NaN or Inf, and whether no error is.
         """
         if (loops := self._loops_of(left)) and loops.feeds:
             draws = loops.drawn(random, left.size)
@@ -197,9 +202,8 @@ class Codec(Configurable, abc.ABC, kind="block"):
         return finite
 
     def bound(self) -> Bound:
-        """Return what a plan calls for each tensor in every step, :meth:`feed` and :meth:`mean` for
-        float32: of compiled loops themselves, where these need no generator, with no function of
-        Python in between."""
+        """Return the functions that a plan calls for each tensor in every step: :meth:`feed` and
+        :meth:`mean` for float32.  Compiled loops that need no generator are called directly."""
         if (loops := self._loops) is None or not is_compiled():
             return Bound(self.feed, self.mean)
         is_fed = loops.feeds and not loops.draws
@@ -231,7 +235,7 @@ class Codec(Configurable, abc.ABC, kind="block"):
     def check_feedback(self, d: int) -> None:
         """Raise ``ConfigError`` unless error feedback converges with this codec for ``d`` elements.
 
-        What an unbiased codec with zeta >= 2 leaves out can be larger than what went in.
+        The error of an unbiased codec with zeta >= 2 can be larger than its input.
         """
         if self.unbiased and d and (zeta := self.classes(d).zeta or 1.0) >= 2:
             raise ConfigError(
@@ -256,12 +260,11 @@ def coded(
     outputs: Sequence[Output],
     like: Array,
 ) -> list[Array]:
-    """``function`` of a :class:`~hvd_compress.codecs.base.Coder` and of ``inputs``: where there are
-    loops of ``codec`` for the memory that ``like`` is in, of arrays as they are; else on the host,
-    as in ``Backend.on_host``.
+    """Call ``function`` with a :class:`~hvd_compress.codecs.base.Coder` and ``inputs``.
 
-    Bytes (uint8) are messages: ``function`` takes and returns them as NumPy arrays, and they stay
-    in host memory.
+    If there are loops of ``codec`` for the memory that ``like`` is in, it gets arrays as they are.
+    Otherwise it runs on the host, as in ``Backend.on_host``.  Bytes (uint8) are messages:
+    ``function`` takes and returns them as NumPy arrays, and they stay in host memory.
     """
     xp = backend_of(like)
     loops = loops_of(like)

@@ -1,4 +1,4 @@
-"""One bit an element and two means a column: 1-bit SGD (Seide, Fu, Droppo, Li, Yu; 2014)."""
+"""One bit per element and two means per column: 1-bit SGD (Seide, Fu, Droppo, Li, Yu; 2014)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from hvd_compress.operators.base import Classes
 class column_means(ByColumn, name="column_means"):
     """The negative elements of a column become their mean, all others theirs.
 
-    The two means have the least squared error for this division, and what they leave of a column
-    adds up to zero.  Zeros count as non-negative; the mean of no elements is 0.
+    The two means have the least squared error for this division, and the errors of a column add up
+    to zero.  Zeros count as non-negative; the mean of no elements is 0.
 
-    Sent: two means a column and a bit an element.
+    Sent: two means per column and a bit per element.
 
     Options:
-        column: number of elements in a column, a run of the flat tensor.  ``None`` takes what
-            belongs to one index of the first dimension, in PyTorch a row of a matrix or a filter;
-            fewer than 64 elements are joined, and more than 4096 divided.
+        column: number of elements in a column, a run of the flat tensor.  ``None`` takes one
+            index of the first dimension, in PyTorch a row of a matrix or a filter.  Fewer than 64
+            elements are joined, and more than 4096 divided.
 
     Reference: Seide et al., Interspeech 2014.
 

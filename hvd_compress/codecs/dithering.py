@@ -1,5 +1,8 @@
-"""Levels of ``x / norm``, drawn so that the expectation is x: QSGD (Alistarh, Grubic, Li, Tomioka
-and Vojnovic, 2017), exponential and natural dithering (Horvath et al., 2022)."""
+"""Levels of ``x / norm``, drawn so that the expectation is x.
+
+References: QSGD (Alistarh, Grubic, Li, Tomioka, Vojnovic, 2017); exponential and natural dithering
+(Horvath et al., 2022).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class uniform_dithering(Dithering, name="uniform_dithering"):
     """``norm * sign(x) * l / levels``, where l is one of the two integers beside
     ``levels * |x| / norm``, drawn so that the expectation is x.
 
-    Sent: a norm a bucket, and log2(2 levels + 1) bits an element.  A bucket of zeros decodes to
+    Sent: a norm per bucket, and log2(2 levels + 1) bits per element.  A bucket of zeros decodes to
     zeros.
 
     Options:

@@ -34,10 +34,10 @@ class plain(Codec, name="plain"):
 
 @dataclasses.dataclass(frozen=True)
 class float8(Scaled, name="float8"):
-    """Eight bits an element and a scale a bucket, to the nearest, ties to even.
+    """Eight bits per element and a scale per bucket, to the nearest, ties to even.
 
     The scale puts the largest element of a bucket at the format's largest number, so nothing
-    overflows; without it gradients would be lost below 2^-9 (E4M3) or 2^-16 (E5M2).
+    overflows.  Without it gradients would be lost below 2^-9 (E4M3) or 2^-16 (E5M2).
 
     Options:
         format: "e4m3" (three bits of significand, up to 448) or "e5m2" (two bits, up to 57344).

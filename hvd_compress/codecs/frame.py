@@ -1,7 +1,7 @@
 """The frame of coded values: see docs/wire-format.md#coded-values.
 
-Where values are not finite, or there are none, the codes are zeros: a frame's size does not depend
-on it.
+If values are not finite, or there are none, the codes are zeros: a frame's size does not depend on
+it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ _NOT_FINITE, _PACKED = 1, 2
 def coded_size(
     codec: Coder, count: int, dtype: np.dtype, n: int | None = None, row: int = 1
 ) -> int:
-    """Return the bytes of a frame of ``count`` values; with ``n``, of values with indices into
-    ``n`` elements, one for every ``row`` values, that are not packed."""
+    """Return the bytes of a frame of ``count`` values.
+
+    Args:
+        n: number of elements that indices are into, which are not packed; there is one for every
+            ``row`` values.
+    """
     indices = 0 if n is None else count // row * np.dtype(index_dtype(n)).itemsize
     return padded(indices + codec.size(count, dtype))
 
@@ -40,10 +44,14 @@ def encode_coded(
     row: int = 1,
     sent: Array | None = None,
 ) -> np.ndarray:
-    """Return a frame (1-D, uint8) of the flat ``x`` (float32 or float64), which are the values at
-    ``indices`` of ``n`` elements, or of ``n`` rows of ``row`` values, if these are given.
-    ``packed`` packs indices where that is shorter; the values that are read from the frame are
-    written to ``sent`` if that is given."""
+    """Return a frame (1-D, uint8) of the flat ``x`` (float32 or float64).
+
+    Args:
+        indices, n: the places of the values among n elements, or n rows of ``row`` values; by
+            default there are none.
+        packed: pack indices if that is shorter.
+        sent: the values that are read from the frame are written here, if it is given.
+    """
     xp = backend_of(x)
     count, dtype = xp.size(x), np.dtype(xp.dtype(x))
     size, status = coded_size(codec, count, dtype, n, row), 0

@@ -22,7 +22,7 @@ class linear(ByColumn, Scaled, name="linear"):
     2 L + 1 levels: 255 with 8 bits.  Nothing is random.  The error of an element is at most half of
     its column's scale, and error feedback makes up for it.
 
-    Sent: a scale a column and ``bits`` bits an element.
+    Sent: a scale per column and ``bits`` bits per element.
 
     Options:
         bits: 2 to 8.

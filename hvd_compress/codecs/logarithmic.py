@@ -17,14 +17,14 @@ class logarithmic(Codec, name="logarithmic"):
     """The nearest of ``-a_L .. -a_1, 0, a_1 .. a_L`` with ``a_j = a_1 r^(j - 1)``; halves go to the
     smaller magnitude.
 
-    The levels belong to the array: a_L is its largest magnitude, and a_1 its smallest that is not
+    The levels belong to the array.  Its largest magnitude is a_L; a_1 is its smallest that is not
     zero, or a_L / 2^(L - 1) if that is larger.  Nothing is random.  An element between a_1 and a_L
     changes by at most (r - 1) / (r + 1) of itself, r being at most 2.
 
     Values that top-k has picked seldom differ by more than ten times, so that 4 bits are enough.
     After logarithmic quantisation (Miyashita, Lee and Murmann, 2016).
 
-    Sent: a_1 and r, and ``bits`` bits an element.
+    Sent: a_1 and r, and ``bits`` bits per element.
 
     Options:
         bits: 3 to 8; L = 2^(bits - 1) - 1.

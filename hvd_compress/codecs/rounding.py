@@ -30,7 +30,7 @@ from hvd_compress.operators.base import Classes
 class natural(Codec, name="natural"):
     """Sign and exponent: |x| between 2^e and 2^(e+1) becomes one of the two, and zero zero.
 
-    Sent: 9 bits an element, sign and exponent as in float32; of float64 too, so values beyond the
+    Sent: 9 bits per element, sign and exponent as in float32; of float64 too, so values beyond the
     range of float32 do not survive.  Subnormal numbers of float32 become 0 or 2^-126.
 
     Options:
@@ -102,7 +102,7 @@ class rounding(Codec, name="rounding"):
     (of two equally near, the lower).  Zero is the level below the lowest.  Beyond the highest, a
     biased one sends the highest; an unbiased one, which has nothing true to say there, sends Inf.
 
-    Sent: the number of the level and the sign, log2(2 m + 1) bits an element for m levels.
+    Sent: the number of the level and the sign, log2(2 m + 1) bits per element for m levels.
 
     Options:
         base: levels are its powers in float32, 254 of base 2; from 1.0055 to 1e9.

@@ -30,8 +30,8 @@ def count(n: int, bucket: int | None) -> int:
 
 
 def rows(x: np.ndarray, bucket: int | None) -> list[np.ndarray]:
-    """Return views of a flat array with a bucket in each row: those of full length, and, if there
-    is one, the shorter one at the end."""
+    """Return views of a flat array with a bucket in each row: those of full length, and the shorter
+    one at the end, if any."""
     length = bucket or max(x.size, 1)
     full = x.size // length * length
     parts = [x[:full].reshape(-1, length)]
@@ -61,8 +61,8 @@ _SHORTEST, _LONGEST = 64, 4096
 
 
 class ByColumn(Codec):
-    """Subclasses are dataclasses with the option ``column``, the number of elements in a column;
-    the last column of an array is as long as it gets."""
+    """The base of codecs with the option ``column``, the number of elements in a column.  The last
+    column of an array may be shorter."""
 
     column: int | None
 

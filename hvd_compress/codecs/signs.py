@@ -1,4 +1,4 @@
-"""One bit an element: signs, alone, with one scale, or of a number that all ranks know."""
+"""One bit per element: signs, alone, with one scale, or of a number that all ranks know."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvd_compress.operators.threshold import check_tau
 
 
 class Bits(Codec):
-    """A bit an element, behind the scale if that is sent."""
+    """One bit per element, after the scale if that is sent."""
 
     is_coarse = True
 
@@ -88,9 +88,9 @@ class scaled_sign(Bits, name="scaled_sign"):
     """``scale * sign(x)``; zeros count as positive.
 
     Options:
-        norm: "l1", scale = mean |x|, which has the least error (Karimireddy et al., ICML 2019); or
-            "l2", scale = |x|_2 / sqrt(d), of 1-bit Adam: it keeps the norm, and its error can be
-            larger than x itself.
+        norm: "l1", scale = mean |x|, which has the least error (Karimireddy et al., ICML 2019).
+            "l2", scale = |x|_2 / sqrt(d), is that of 1-bit Adam: it keeps the norm, and its error
+            can be larger than x itself.
 
     >>> codec, x = scaled_sign(), np.array([8.0, -5.0, 2.0])
     >>> codec.decode(codec.encode(x, np.random.default_rng(0)), 3, x.dtype)

@@ -19,11 +19,11 @@ from hvd_compress.operators.base import Classes
 class ternary(Scaled, name="ternary"):
     """``m * sign(x)`` with probability |x| / m, else 0, where m = max |x| of the tensor.
 
-    Sent: m, and 1.6 bits an element (log2 3 is 1.585).
+    Sent: m, and 1.6 bits per element (log2 3 is 1.585).
 
     Options:
-        clip: elements beyond so many standard deviations are clipped first, which makes m small
-            and the variance with it, at the price of a bias; ``None``: off.  The paper has 2.5.
+        clip: the number of standard deviations at which elements are clipped first; ``None``: none.
+            A small m has a small variance, at the price of a bias.  The paper has 2.5.
 
     Reference: Wen et al., NeurIPS 2017.
 
@@ -49,7 +49,7 @@ class ternary(Scaled, name="ternary"):
         return Ternary(self)
 
     def _limit(self, x: np.ndarray) -> float:
-        """The limit of magnitudes.  Where all elements are alike nothing stands out that could be
+        """The limit of magnitudes.  If all elements are alike nothing stands out that could be
         clipped."""
         if self.clip is None or not x.size:
             return math.inf

@@ -194,9 +194,9 @@ def check_server(name: str) -> None:
         there = "ParameterServer" if name == "parameter_server" else name
         raise _NotHereError(
             f"hvd.{name} is there over MPI alone, for PyTorch (import hvd_compress.torch.mpi as "
-            f"hvd) and for NumPy arrays (hvd_compress.mpi.{there}), and not for TensorFlow and "
-            "Keras, whose hvd.DistributedOptimizer takes method=hvd.LocalSGD(sync_every=8) for "
-            "ranks that seldom meet"
+            f"hvd) and for NumPy arrays (hvd_compress.mpi.{there}). In TensorFlow and Keras "
+            "hvd.DistributedOptimizer takes method=hvd.LocalSGD(sync_every=8) for ranks that "
+            "seldom meet"
         )
 
 
@@ -214,8 +214,8 @@ _SUBMODULES = {"callbacks", "elastic", "keras"}
 
 
 def names_of(horovod: ModuleType | ImportError, own: Iterable[str]) -> list[str]:
-    """Return the names for ``dir()`` of a drop-in: its ``own``, and the functions, classes and
-    constants of Horovod's module, without those that the module imports for its own use."""
+    """Return the names for ``dir()`` of a drop-in: its ``own``, and those of Horovod's module.
+    Names that the module imports for its own use are left out."""
     if isinstance(horovod, ImportError):
         return sorted(own)
     return sorted({*own, *(name for name in dir(horovod) if _is_public(horovod, name))})

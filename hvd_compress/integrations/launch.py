@@ -23,12 +23,12 @@ RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK
 
 @contextlib.contextmanager
 def finding_mpi() -> Iterator[None]:
-    """Let MPI start inside: Open MPI's wheel finds its files by itself only under mpirun, and is
+    """Let MPI start inside.  Open MPI's wheel finds its files by itself only under mpirun, and is
     told here where they are.
 
-    It is told by a variable of the environment, which is gone behind the block: a child of this
-    process may belong to another environment, or be another Open MPI.  Nothing is done where the
-    user has set that variable, and where another MPI is, or will be, loaded.
+    A variable of the environment tells it, and is gone after the block.  A child of this process
+    may belong to another environment, or be another Open MPI.  Nothing is done if the user has set
+    that variable, or if another MPI is, or will be, loaded.
     """
     prefix = None if "OMPI_COMM_WORLD_SIZE" in os.environ else _prefix_of_open_mpi()
     if prefix is None or _PREFIX_VARIABLE in os.environ:

@@ -18,20 +18,22 @@ def log_stats(
     prefix: str = "compression",
     tensors: bool = False,
 ) -> None:
-    """Write what the exchanges of gradients cost: bytes, ratio, residuals, and for every bucket its
-    bytes and the time of its search, its encoding and the wait for it
-    (:meth:`hvd_compress.stats.Stats.scalars`).
+    """Write the statistics of exchanges to TensorBoard, Weights & Biases or any other writer::
 
-    Statistics are of one rank and need no other, so call it on rank 0 alone, as often as you like.
-    ``reset_stats()`` behind it makes the next numbers those of the steps since.
+        if hvd.rank() == 0 and step % 100 == 0:
+            hvd.log_stats(optimizer, writer, step)
+
+    It writes bytes, ratio and residuals.  For every bucket it writes bytes and the times of search,
+    encoding and waiting (:meth:`hvd_compress.stats.Stats.scalars`).  Statistics are of one rank and
+    need no other.  After ``reset_stats()`` the next numbers are those of the steps since.
 
     Args:
-        source: a distributed optimizer, a ``Reducer``, a ``DDPState`` or whatever else has
-            ``stats()``, alone or as its ``compression``; or what ``stats()`` returned.
-        writer: torch's ``SummaryWriter``, a writer of ``tf.summary``, a run of wandb, another
-            object with ``log(dict, step=step)`` or Lightning's ``log_metrics``, or a function of
-            name, value and step.
-        step: of the training, for the axis; may be left out where the writer counts by itself.
+        source: a distributed optimizer, a ``Reducer``, a ``DDPState`` or another object with
+            ``stats()``, alone or as its ``compression``; or the result of ``stats()``.
+        writer: torch's ``SummaryWriter``, a writer of ``tf.summary`` or a run of wandb.  Any object
+            with ``log(dict, step=step)`` or Lightning's ``log_metrics``, or a function of name,
+            value and step, does as well.
+        step: of the training, for the axis; may be left out if the writer counts by itself.
         prefix: in front of all names.
         tensors: also of each tensor, which makes as many plots as there are tensors.
 

@@ -26,7 +26,7 @@ class HorovodOptions:
         op: ``hvd.Average`` or ``hvd.Sum``.
         process_set: the ranks that take part.
         gradient_predivide_factor: divide by it before adding and by the rest afterwards.
-        backward_passes_per_step: gradients of so many passes add up before they are exchanged.
+        backward_passes_per_step: number of passes whose gradients add up before they are exchanged.
         groups: lists of what is sent together, or the number of lists.
         sparse_as_dense: make sparse gradients dense before they are exchanged.
         device_dense, device_sparse: where TensorFlow computes exchanges.

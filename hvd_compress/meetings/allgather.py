@@ -39,9 +39,9 @@ class allgather(Aggregator, name="allgather"):
             "split_allgather", where each rank adds up one region, "recursive_doubling",
             "hierarchical", inside of nodes first, and "auto": see docs/sparse-collectives.md.
 
-    Where P messages are more than two dense arrays (density 25 % on more than 4 ranks, say),
-    uncoded values at known numbers of places are sent in a dense sum.  The result is the same up to
-    the order of additions.
+    P messages may be more than two dense arrays, for instance at a density of 25 % on more than 4
+    ranks.  Then uncoded values at known numbers of places are sent in a dense sum.  The result is
+    the same up to the order of additions.
 
     Raises:
         TypeError: ``select`` is ``random_k``, which :class:`allreduce` and :class:`gather_drawn`
@@ -85,9 +85,11 @@ class allgather(Aggregator, name="allgather"):
             self.values.check_feedback(self.select.count(n, context) or n)
 
     def classes(self, d: int, context: Context | None = None) -> Classes:
-        """Return the constants of the operator, of the codec, or of the one followed by the other:
-        codes of top-k have alpha k/d times the codec's, its beta, and d/k times its delta.  What is
-        lost by rounding float64 to float32 is not counted."""
+        """Return the constants of the operator, of the codec, or of the one followed by the other.
+
+        Codes of top-k have alpha k/d times the codec's, its beta, and d/k times its delta.
+        Rounding float64 to float32 is not counted.
+        """
         if isinstance(self.select, Codec):
             return self.select.classes(d)
         if self.values == "float16":

@@ -24,14 +24,14 @@ class allreduce(Aggregator, name="allreduce"):
     """Sum everything, or the elements that ``select`` picks on every rank alike.
 
     Options:
-        wire: dtype on the wire: "float16", "bfloat16", "gradient" (the gradient's own) or ``None``,
-            that of the array to be summed, in which half precisions are widened to float32.
+        wire: dtype on the wire: "float16", "bfloat16" or "gradient" (the gradient's own).
+            ``None``: that of the sum, in which half precisions are widened to float32.
         select: ``random_k``, whose choice does not depend on the gradient.
         unbiased: scale what was selected by n/k, so that its expectation is the gradient; not
             with error feedback.
         algorithm: over MPI "direct", "ring", "halving_doubling", "recursive_doubling",
-            "hierarchical", which adds up inside of nodes first, or "auto", what a model measured on
-            the communicator expects to be fastest.  ``None`` takes the engine's own.
+            "hierarchical", which adds up inside of nodes first, or "auto", the fastest by a model
+            measured on the communicator.  ``None`` takes the engine's own.
 
     Raises:
         TypeError: ``select`` looks at the gradient, so ranks would sum different coordinates.

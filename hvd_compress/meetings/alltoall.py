@@ -26,11 +26,11 @@ class alltoall(Aggregator, name="alltoall"):
     """Send each rank its shard of the tensor, coded; it adds them up, and sends the sum of its
     shard, coded again, to all ranks.
 
-    A rank sends and receives about two coded tensors, however many ranks there are.  What the
-    second coding leaves out stays with the shard's owner, and is added there next time.
+    A rank sends and receives about two coded tensors, however many ranks there are.  The error of
+    the second coding stays with the shard's owner, and is added there next time.
 
     State: ``owner_residual`` o, in units of the sum; as large as the tensor, zero outside the
-    rank's own shard.  What lies outside, after the number of ranks has changed, is sent next::
+    rank's own shard.  After the number of ranks has changed, the part outside is sent next::
 
         sum of sent + sum of o before = N * mean + sum of o after
 

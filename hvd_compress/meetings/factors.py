@@ -55,8 +55,10 @@ def product(xp: Any, p: Array, q: Array) -> Array:
 
 
 def orthonormal_rows(xp: Any, rows: Array) -> Array:
-    """Return orthonormal rows that span the same space, of a matrix or of each of a stack:
-    Gram-Schmidt, row by row, each row twice, since once is not enough where rows are nearly alike.
+    """Return orthonormal rows that span the same space, of a matrix or of each of a stack.
+
+    Gram-Schmidt, row by row.  Each row is treated twice, since once is not enough for rows that are
+    nearly alike.
     """
     if (on_host := _on_host(xp, rows)) is not None:
         *stack, rank, n = xp.shape(rows)
@@ -113,8 +115,8 @@ def _matrices(
 
 
 def without_zeros(xp: Any, new: Array, old: Array) -> Array:
-    """Return the rows of ``new``, in the place of zeros those of ``old``, or they would stay zero
-    for ever."""
+    """Return the rows of ``new``; zeros are replaced by the rows of ``old``, or they would stay
+    zero for ever."""
     ones = xp.transpose(xp.full_like(new[:1], 1.0))
     alive = xp.cast(xp.matmul(xp.abs(new), ones) > 0, xp.dtype(new))
     return alive * new + (1 - alive) * old

@@ -28,8 +28,8 @@ from hvd_compress.wire.frame import index_dtype
 
 @dataclasses.dataclass(frozen=True)
 class leader_top_k(Aggregator, name="leader_top_k"):
-    """The leader, rank ``step mod N``, sends the indices of the k = ceil(density * n) elements that
-    are largest on it to all; the values of all ranks there are summed.
+    """The leader, rank ``step mod N``, sends the indices of its k = ceil(density * n) largest
+    elements to all.  The values of all ranks there are summed.
 
     Options:
         density: a fraction or a schedule.
@@ -81,8 +81,8 @@ def leaders_choice(
     size: int = 0,
 ) -> Generator[Request, Any, tuple[list[Array], Array]]:
     """Return, on all ranks, the indices that the leader, rank ``step mod N``, selects in each of
-    some tensors, and the ``size`` numbers that ``more(indices)`` gives there, if any.  They are one
-    message: indices into all tensors, end to end."""
+    some tensors.  With them come the ``size`` numbers that ``more(indices)`` gives there, if any.
+    All are one message: indices into all tensors, end to end."""
     x, context = selections[0].x, selections[0].context
     xp = backend_of(x)
     dtype = np.dtype(xp.dtype(x))

@@ -26,8 +26,8 @@ from hvd_compress.wire.frame import CODECS, index_dtype
 
 @dataclasses.dataclass(frozen=True)
 class ok_topk(Aggregator, name="ok_topk"):
-    """Each rank sends its k = ceil(density * n) largest elements to the owners of their regions,
-    who add up, and send the sums that reach a threshold to all.
+    """Each rank sends its k = ceil(density * n) largest elements to the owners of their regions.
+    These add up, and send the sums that reach a threshold to all.
 
     A rank receives fewer than 6 k numbers, however many ranks there are.  An element counts as sent
     if its place is in the result.
@@ -108,13 +108,15 @@ class Regions:
     ) -> Generator[Request, Any, tuple[Array, Array, Array, Array, Array]]:
         """Add up this rank's entries, ascending indices and values, with those of all others.
 
-        In a step that ``threshold_every`` divides, or if ``threshold`` (shape (1,), equal on all
-        ranks) is not positive, the result is the k largest sums; else it is those that reach the
-        threshold.
+        The result is the k largest sums in a step that ``threshold_every`` divides, or if
+        ``threshold`` (shape (1,), equal on all ranks) is not positive.  Otherwise it is those that
+        reach the threshold.
 
-        Returns indices and sums of the result and the next threshold, the same bits on all ranks;
-        then indices and values of what this rank contributed.  All ranks' contributions add up to
-        the sums: its own entries that are in the result, less what it rounded off as an owner.
+        Returns:
+            Indices and sums of the result and the next threshold, the same bits on all ranks; then
+            indices and values of this rank's contribution.  All contributions add up to the sums:
+                they
+            are the rank's entries in the result, less what it rounded off as an owner.
         """
         xp, context = backend_of(values), self.context
         values = xp.round_to(values, self._wire, saturate=True)

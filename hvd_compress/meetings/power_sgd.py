@@ -41,8 +41,8 @@ class power_sgd(Aggregator, Coding, name="power_sgd"):
         Q = M^T P         summed over the ranks
         average of the M  ~  P Q^T / N
 
-    A message that stands alone is P and M^T P, of which receivers read P P^T M.  Columns that come
-    out as zero keep their old direction, or they would stay zero for ever.
+    A message that stands alone is P and M^T P; receivers compute P P^T M from it.  Zero columns
+    keep their old direction, or they would stay zero for ever.
 
     Options:
         rank, warm_start, alternate, orthogonalise: as of :class:`~hvd_compress.PowerSGD`.  Without

@@ -154,8 +154,10 @@ CARRIERS: dict[type[Collective], Callable[..., Algorithm]] = {
 
 
 def _on_wire(xp: Any, array: Any, dtype: str) -> tuple[np.ndarray, bool]:
-    """Return a flat array in host memory, as it is sent, bfloat16 as its bits; and whether it is
-    ours: a new one, and not the memory of ``array``."""
+    """Return a flat array in host memory, as it is sent, bfloat16 as its bits.
+
+    The second result says whether it is a new one, not the memory of ``array``.
+    """
     if dtype == "bfloat16":
         return to_bfloat16(xp.to_numpy(xp.cast(array, "float32")).reshape(-1)), True
     cast = xp.cast(array, dtype)
@@ -163,9 +165,10 @@ def _on_wire(xp: Any, array: Any, dtype: str) -> tuple[np.ndarray, bool]:
 
 
 class MpiEngine(Comparing):
-    """Carries out exchanges over a communicator.  Making one duplicates the communicator, which is
-    a collective; :meth:`close` frees the duplicate, as the making of another one does after all
-    ranks have dropped this.
+    """Carries out exchanges over a communicator.
+
+    Making one duplicates the communicator, which is a collective.  :meth:`close` frees the
+    duplicate; the making of another one does so after all ranks have dropped this.
 
     Args:
         comm: ``None`` for all ranks.
@@ -232,9 +235,12 @@ class MpiEngine(Comparing):
             self._note(comparison.results[0])
 
     def abandon(self) -> None:
-        """Discard everything in flight.  Other ranks may go on with the step, and their messages
-        must not be taken for later ones: if gradients have been sent, this engine cannot be used
-        again.  The comparison of the ranks has its own tags, and completes by itself."""
+        """Discard everything in flight.
+
+        Other ranks may go on with the step, and their messages must not be taken for later ones.
+        So this engine cannot be used again if gradients have been sent.  The comparison of the
+        ranks has its own tags, and completes by itself.
+        """
         left = list(self._in_flight.values())
         self._agreement, self._in_flight, self._late = None, {}, None
         if left:

@@ -226,8 +226,8 @@ def communicator_of(process_set: Any) -> Communicator:
 
 
 def engine_over(process_set: ProcessSet | None, predivide: float = 1.0) -> MpiEngine:
-    """Return a new engine for the ranks of a set, ``None`` for all; ranks outside of it have a
-    world of their own, where nothing is exchanged.  A collective."""
+    """Return a new engine for the ranks of a set, ``None`` for all.  Other ranks have a world of
+    their own, where nothing is exchanged.  A collective."""
     chosen = global_process_set if process_set is None else process_set
     if not isinstance(chosen, ProcessSet):
         raise no_process_set(chosen)

@@ -43,7 +43,7 @@ class random_k(Selector, name="random_k"):
     """k = ceil(density * n) elements at random, the same ones on all ranks, others in every step.
 
     They are drawn by a generator that is keyed by seed, step and name of the tensor, so no indices
-    need be sent, and a run that goes on from a checkpoint draws what it would have drawn.
+    need be sent.  A run that goes on from a checkpoint draws the same ones.
 
     Options:
         density: a fraction or a schedule.
@@ -114,7 +114,7 @@ class bernoulli(Selector, name="bernoulli"):
         for each in p if isinstance(p, tuple) else (p,):
             check_fraction("probability", each)
         if p == ():
-            raise ConfigError("probability must not be empty: give one number, or one an element")
+            raise ConfigError("probability must not be empty: give one number, or one per element")
 
     def count(self, n: int, context: Context) -> None:
         return None
@@ -128,7 +128,7 @@ class bernoulli(Selector, name="bernoulli"):
         if p.size not in (1, n):
             raise ConfigError(
                 f"probability has {p.size} entries for a tensor of {n} elements: give one number, "
-                "or one an element"
+                "or one per element"
             )
         return p
 

@@ -1,7 +1,7 @@
 """Select the k elements of largest magnitude, k = ceil(density * n).
 
-Large arrays are searched as by Lin et al. (ICLR 2018): the threshold of a strided sample filters
-the elements, the survivors are ranked exactly, and a threshold that lets too few pass is lowered.
+Large arrays are searched as by Lin et al. (ICLR 2018).  The threshold of a strided sample filters
+the elements, and the survivors are ranked exactly.  A threshold that lets too few pass is lowered.
 It finds the same elements as ranking all magnitudes, several times faster.  TensorFlow has a search
 of its own, in operations of its graphs.
 """

@@ -35,8 +35,8 @@ class Request(abc.ABC):
 class Collective(Request):
     """A request that needs an answer from other ranks.
 
-    Those of one kind that the tensors of a bucket have are carried as one: ``join`` makes it, and
-    ``cut`` makes a reply to each of them of its reply.
+    Requests of one kind for the tensors of a bucket are carried as one.  ``join`` makes that one,
+    and ``cut`` cuts its reply into a reply to each.
 
     >>> requests = [Sum(np.ones(2)), Sum(np.zeros(3))]
     >>> joined = Sum.join(requests)
@@ -67,7 +67,7 @@ class Collective(Request):
     @classmethod
     @abc.abstractmethod
     def join(cls, requests: Sequence[Any]) -> Any:
-        """Return one request in place of several of one kind."""
+        """Return one request for several of one kind."""
 
     @classmethod
     @abc.abstractmethod
@@ -99,8 +99,8 @@ class Collective(Request):
 
     @abc.abstractmethod
     def outputs(self, rank: int, size: int) -> Output | list[Output]:
-        """Return dtype and shape of the reply, or of each array of it, where these are known before
-        it is there, as a graph wants them."""
+        """Return dtype and shape of the reply, or of each of its arrays, if they are known in
+        advance, as a graph wants them."""
 
 
 def itemsize(dtype: str) -> int:

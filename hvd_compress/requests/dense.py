@@ -140,9 +140,8 @@ class Sum(Dense):
 
 @dataclasses.dataclass(eq=False)
 class Max(Dense):
-    """Take the element-wise maximum of ``array`` over the ranks.  No method of this package needs
-    it: ranks use it to compare method, options and step (:mod:`hvd_compress.agreement`), and
-    methods of users may use it to share a scale.
+    """Take the element-wise maximum of ``array`` over the ranks.  Ranks compare method, options
+    and step with it (:mod:`hvd_compress.agreement`).  Methods of users may share a scale by it.
 
     >>> Max.reply([Max(np.array([1.0, 5.0])), Max(np.array([2.0, 3.0]))], rank=0)
     array([2., 5.])

@@ -66,9 +66,10 @@ def _stacked(requests: Sequence[Batch]) -> list[Array]:
 @dataclasses.dataclass(eq=False)
 class Joint(Request):
     """Run one exchange for all tensors of the model that request the same ``function``: they belong
-    into one bucket, whatever its size.  ``function(arguments)`` gets the ``argument`` of each of
-    them, in an order that is the same on all ranks; it is a generator of requests, and returns a
-    list of replies in that order.
+    into one bucket, whatever its size.
+
+    ``function(arguments)`` gets the ``argument`` of each of them, in an order that is the same on
+    all ranks.  It is a generator of requests, and returns a list of replies in that order.
 
     Attributes:
         weight: the bytes of the common messages are counted to the tensors in proportion to it.

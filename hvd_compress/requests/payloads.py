@@ -74,9 +74,11 @@ class Gather(Collective):
 
 @dataclasses.dataclass(eq=False)
 class Alltoall(Collective):
-    """Send one payload (1-D, uint8) to each rank; ``payloads`` and the reply are in rank order, and
-    the reply holds the payload that each rank has for this one.  ``equal_sizes`` is a promise that
-    all ranks have equally many bytes for the same rank, so that engines need not exchange sizes.
+    """Send one payload (1-D, uint8) to each rank.  The reply holds the payload that each rank has
+    for this one; both are in rank order.
+
+    ``equal_sizes`` is a promise that all ranks have equally many bytes for the same rank.  Engines
+    need not exchange sizes then.
 
     >>> ranks = [Alltoall([np.array([10 * i + j], np.uint8) for j in range(2)]) for i in range(2)]
     >>> Alltoall.reply(ranks, rank=1)
@@ -138,8 +140,8 @@ class Alltoall(Collective):
 
 @dataclasses.dataclass(eq=False)
 class Neighbors(Collective):
-    """Send ``payload`` (1-D, uint8) to each rank in ``targets``, and receive the payload of each
-    rank in ``sources``; the reply is the list of these, in the order of ``sources``.
+    """Send ``payload`` (1-D, uint8) to each rank in ``targets``, and receive that of each rank in
+    ``sources``.  The reply is the list of the latter, in the order of ``sources``.
 
     A rank is a target of all its sources, and a source of all its targets; the two may differ, and
     both may be empty.  Tensors of one bucket that request neighbours in the same round have the
@@ -260,7 +262,7 @@ def _unpacked(
         raise PayloadError(
             f"the payloads of rank {sender} have sizes that do not fit their message of "
             f"{xp.size(message)} bytes: it was damaged, or the ranks do not run the same version "
-            "with the same compression options, or a gradient is sparse on some and dense on "
+            "with the same compression options; or a gradient is sparse on some and dense on "
             "others (sparse_as_dense=True)"
         )
     return cut_at(message[start:], theirs)

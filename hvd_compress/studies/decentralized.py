@@ -1,8 +1,8 @@
 """Theory of quadratic functions, and the largest learning rates.
 
-For f_k(x) = (x - b_k)^2 / 2 on node k and gradient noise of variance s^2, the mean squared distance
-of the nodes from the minimum, mean b, has closed forms in the steady state.  With the eigenvalues
-lam_j of W and a_j = (1 + lam_j) / 2:
+The functions are f_k(x) = (x - b_k)^2 / 2 on node k, with gradient noise of variance s^2.  The mean
+squared distance of the nodes from the minimum, mean b, has closed forms in the steady state.  With
+the eigenvalues lam_j of W and a_j = (1 + lam_j) / 2:
 
 =================  ====================================================================
 diffusion, bias    (1/n) |x_fix - mean b|^2,  x_fix = mu (I - (1 - mu) W)^-1 W b

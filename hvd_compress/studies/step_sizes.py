@@ -47,8 +47,9 @@ class EF21Constants(NamedTuple):
 def ef21_constants(delta: float) -> EF21Constants:
     """Return, with alpha = 1/delta, theta = 1 - sqrt(1 - alpha) and beta = (1 - alpha) / theta.
 
-    They say how the error of the estimates shrinks by itself, and grows with a step from x to y:
-    E|h' - g(y)|^2 <= (1 - theta) E|h - g(x)|^2 + beta L^2 |y - x|^2.
+    They say how the error of the estimates shrinks by itself, and grows with a step from x to y::
+
+        E|h' - g(y)|^2 <= (1 - theta) E|h - g(x)|^2 + beta L^2 |y - x|^2
 
     >>> theta, beta = ef21_constants(3)
     >>> f"{theta:.6f} {beta:.6f}"
@@ -86,8 +87,9 @@ def ef21_step_size(
 
 
 class FeedbackSteps(NamedTuple):
-    """The step sizes for which SGD with error feedback in units of the step is proved to converge,
-    and the weights of the average of iterates that converges, x~ = sum_k w_k x_k / sum_k w_k::
+    """The step sizes for which SGD with error feedback in units of the step is proved to converge.
+
+    The average of iterates that converges is x~ = sum_k w_k x_k / sum_k w_k::
 
         constant    eta <= 1 / (14 (2 delta + B) L),  w_k = (1 - mu eta / 2)^-(k + 1)
         decreasing  eta_k = 4 / (mu (kappa + k)),     w_k = kappa + k,

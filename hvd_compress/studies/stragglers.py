@@ -24,9 +24,8 @@ class Delays:
     """The time of a step: mean 1, standard deviation ``spread``.
 
     Args:
-        distribution: "exponential": 1 - spread and, on top of it, an exponential time of mean
-            ``spread`` (at most 1); "gaussian", which may fall below 0 where the spread is large;
-            "pareto", whose tail falls as a power.
+        distribution: "exponential": 1 - spread, plus an exponential time of mean ``spread`` (at
+            most 1).  "gaussian" may fall below 0.  The tail of "pareto" falls as a power.
         spread: more than 0.
     """
 
@@ -130,7 +129,7 @@ def rows_of(
     seed: int = 0,
     progress: Callable[[float], None] = lambda done: None,
 ) -> list[Row]:
-    """Simulate so many steps of each strategy."""
+    """Simulate a number of steps of each strategy."""
     random = np.random.default_rng(seed)
     times = np.maximum(delays.drawn(random, (steps, workers)), 0)
     times.sort(axis=1)

@@ -13,12 +13,12 @@ from hvd_compress.config import checked, choice, numbers
 
 @dataclasses.dataclass(frozen=True)
 class clip_by_local_norm(Transform, name="clip_by_local_norm"):
-    """Scale the fresh gradient so that what the rank adds to the common gradient has an L2 norm of
-    at most ``max_norm / sqrt(N)``, over all its tensors, before anything is accumulated.
+    """Clip a rank's part of the common gradient at an L2 norm of ``max_norm / sqrt(N)``, over all
+    its tensors, before anything is accumulated.
 
-    Where gradients are averaged, a rank adds g / N, and g itself is clipped at
-    ``max_norm * sqrt(N)``; where they are added (``context.sums``), at ``max_norm / sqrt(N)``.
-    The tensor's own norm is taken where ``context.gradient_norm`` is unknown.
+    If gradients are averaged, a rank adds g / N, and g itself is clipped at
+    ``max_norm * sqrt(N)``; if they are added (``context.sums``), at ``max_norm / sqrt(N)``.
+    The tensor's own norm is taken if ``context.gradient_norm`` is unknown.
 
     Options:
         max_norm: the threshold for the common gradient, more than 0.

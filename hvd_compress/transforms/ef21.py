@@ -22,8 +22,8 @@ class ef21(Transform, name="ef21"):
     State: ``estimate``, and ``mean_estimate``, equal on all ranks; both start from zero.
 
     The estimate forgets, where a residual adds up whatever was left out: as gradients settle, it
-    becomes exact.  Noise is sent as it comes: put ``smoothing(0.9)`` before it.  What is sent must
-    be a contraction, class B3; :mod:`hvd_compress.studies.step_sizes` says which steps it allows.
+    becomes exact.  Noise is sent as it comes: put ``smoothing(0.9)`` before it.  Messages must
+    be contractions, class B3; :mod:`hvd_compress.studies.step_sizes` says which steps it allows.
 
     >>> world = World(chain(ef21(), via=allgather(top_k(0.5))), size=1)
     >>> [world.exchange([np.array([4.0, 1.0])])[0].direction.tolist() for step in range(2)]

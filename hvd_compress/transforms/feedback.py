@@ -33,8 +33,13 @@ class Feedback(Transform):
 
     @abc.abstractmethod
     def remaining(self, x: Array, sent: Array | Sparse, old: Array) -> Array:
-        """Return the next memory, given ``x`` as it was passed on, which may be changed in place,
-        what was sent of it, and the memory before."""
+        """Return the next memory.
+
+        Args:
+            x: the array as it was passed on, which may be changed in place.
+            sent: the part of it that was sent.
+            memory: the one before.
+        """
 
 
 def unsent(x: Array, sent: Array | Sparse, keep: float = 1) -> Array:
@@ -53,10 +58,10 @@ class error_feedback(Feedback, name="error_feedback"):
     State: ``residual``, as large as the gradient.
 
     Options:
-        units: of the residual.  "gradient": what waits is applied at the rate of the step that
-            sends it.  "step", as Karimireddy et al. and Beznosikov et al. (JMLR 2023) have it: the
-            residual is e = rate * (x - sent) and x = gradient + e / rate, so what waits is applied
-            as the step it was.  It is for plain SGD; at a rate of 0 nothing of it is sent.
+        units: of the residual.  "gradient": it is applied at the rate of the step that sends it.
+            "step", as in Karimireddy et al. and Beznosikov et al. (JMLR 2023): it is applied as the
+            step that it was.  Then e = rate * (x - sent) and x = gradient + e / rate.  That is for
+            plain SGD; at a rate of 0 nothing of it is sent.
 
     "step" needs the learning rate, which PyTorch's optimizers and ``Reducer.learning_rate`` tell;
     elsewhere it raises ``ConfigError``.

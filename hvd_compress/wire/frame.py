@@ -1,7 +1,7 @@
 """Frames of elements, sparse or dense: see docs/wire-format.md for their layout.
 
-Indices are ascending.  They are int32 unless the tensor has more than 2**31 elements, or packed as
-in :mod:`hvd_compress.wire.indices` where the sender was asked to and that is shorter.
+Indices are ascending.  They are int32 unless the tensor has more than 2**31 elements.  If the
+sender was asked to and it is shorter, they are packed as in :mod:`hvd_compress.wire.indices`.
 
 A receiver checks everything before a byte of it is used as an index.
 """

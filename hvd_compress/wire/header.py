@@ -1,6 +1,8 @@
-"""The header of 16 bytes that all messages begin with, little-endian: "HC", the version, the
-:class:`Kind`, two bytes and a tag of two more that each kind has a meaning for, the number of
-entries (u32), and the CRC-32 of the 12 bytes before it and of all behind the header.
+"""The header of 16 bytes that all messages begin with, little-endian.
+
+Its fields are "HC", the version, the :class:`Kind`, two bytes and a tag of two more, the number of
+entries (u32), and a CRC-32.  Each kind has a meaning for the two bytes and the tag.  The CRC covers
+the 12 bytes before it and everything after the header.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def _failed(sender: str, causes: str, what: str, problem: str) -> PayloadError:
 
 
 def padded(body: int) -> int:
-    """Return the bytes of a frame with so many behind its header, a multiple of 8."""
+    """Return the bytes of a frame, a multiple of 8, given the bytes after its header."""
     return START + body + -body % 8
 
 

@@ -1,7 +1,7 @@
 """Ascending indices in few bits: codes of the gaps between them, by Rice or by Elias.
 
 Rice codes (Golomb, 1966; Rice and Plaunt, 1971) come within 0.1 bit of the entropy of indices that
-are spread at random; Elias codes (1975) take a single bit for a gap of zero, and are shorter where
+are spread at random.  Elias codes (1975) take a single bit for a gap of zero, and are shorter where
 indices stand together.  The shortest is taken.  The layouts of all three, and what was measured,
 stand in docs/wire-format.md#packed-indices.
 

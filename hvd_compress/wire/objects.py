@@ -1,5 +1,5 @@
-"""Objects as bytes.  One that cannot be pickled travels as what is wrong with it: every rank raises
-the same error, and none waits for bytes that do not come."""
+"""Objects as bytes.  If one cannot be pickled, the reason travels instead: every rank raises the
+same error, and none waits for bytes that do not come."""
 
 from __future__ import annotations
 

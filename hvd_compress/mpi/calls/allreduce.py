@@ -24,8 +24,8 @@ def allreduce(
     theirs where MPI's own allreduce adds up.
 
     Args:
-        x: a NumPy array, a torch tensor, or a GPU array with DLPack, of any shape, which is the
-            same on all ranks; float16, bfloat16, float32, float64 or integers.  Half precisions
+        x: a NumPy array, a torch tensor, or a GPU array with DLPack, of the same shape on all
+            ranks; float16, bfloat16, float32, float64 or integers.  Half precisions
             are added in float32 and rounded once.  No gradient passes: a tensor that autograd has
             computed is refused, and of a parameter the numbers are taken.
         op: "sum", "mean" (floats only) or "max" (NaN counts as largest).
@@ -36,7 +36,7 @@ def allreduce(
             and ``None`` makes a new array.
         comm: an ``MPI.Comm`` or a :class:`Communicator`; ``None`` for all ranks.
         chunk: the bytes of a message.  The array is sent in blocks, so that one is added while
-            others are on the wire; this takes a few chunks of memory in addition to the result.
+            others are on the wire.  This takes a few chunks of memory in addition to the result.
 
     Returns:
         ``out``, or a new array of the kind of ``x``.

@@ -71,13 +71,12 @@ def sparse_allreduce(
     Args:
         sparse, n, comm, indices: as for :func:`sparse_allgather`.
         op: "sum" or "mean".
-        algorithm: "allgather", "recursive_doubling", "split_allgather", or "auto": what a model
-            measured on this communicator expects to be fastest for the largest number of entries
-            that a rank had in the last such call, or has if it is the first; see
-            :class:`.CostModel`.
-        values: a narrower dtype for values on the wire.  What rounding takes off is in
-            ``dropped``, on the rank that rounded; otherwise ``dropped`` is empty.  Values too
-            large for it become its largest number.
+        algorithm: "allgather", "recursive_doubling", "split_allgather", or "auto": the fastest by a
+            model measured on this communicator, see :class:`.CostModel`.  It counts with the
+            largest number of entries of a rank in the last such call.
+        values: a narrower dtype for values on the wire.  Rounding errors are in ``dropped``, on the
+            rank that rounded; otherwise ``dropped`` is empty.  Values too large for it become its
+            largest number.
 
     float16 is added in float32 and rounded once.
 

@@ -19,10 +19,10 @@ class Allreduce:
         name: by which users choose it.
         run: ``run(channel, x, out, reduction)`` reduces the flat ``x`` into ``out``, which may be
             ``x``; it yields what it waits for, and looks at no element.
-        pieces: into how many messages it cuts what each rank has, given the number of ranks; so
-            many are in a block of an array.
-        half_factor: how many bytes are sent for each of a half precision, of which partial sums are
-            sent as float32, compared with an array of float32 of as many bytes.
+        pieces: the number of messages that it cuts an array into, given the number of ranks; a
+            block of an array has that many.
+        half_factor: bytes sent for a half precision, over those for an array of float32 of as many
+            bytes.  Partial sums are sent as float32.
         depth: blocks in flight at once; 1 if one must not overtake another.
     """
 

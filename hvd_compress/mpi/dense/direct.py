@@ -1,8 +1,8 @@
 """Direct exchange: every rank adds up one part, in rank order, and sends the sum to all.
 
 Two rounds of P - 1 messages each, all in flight at once; every rank sends 2 n (P - 1) / P like a
-ring.  The order of additions is that of the ranks for every element, so the result depends neither
-on how arrays are cut or fused nor on timing, and it is that of the lockstep world, bit for bit.
+ring.  Every element is added in the order of the ranks, so the result depends neither on how arrays
+are cut or fused nor on timing.  It is that of the lockstep world, bit for bit.
 Partial sums are never sent: half precisions are sent unchanged and rounded once.
 """
 

@@ -1,16 +1,15 @@
 """Hierarchical allreduce: inside each node, then across nodes, then inside again.
 
-The network between nodes is slower than memory, so as little as possible is sent over it, and all
+The network between nodes is slower than memory, so as little as possible is sent over it.  All
 ranks of a node share the work (Goyal et al., 2017, also reduce inside the node first).  With L
 ranks on each of N nodes and n bytes:
 
-even nodes
-    Reduce-scatter inside; each rank then has a part of n / L and reduces it across nodes with the
-    ranks that have the same part there; allgather inside.  Every rank sends 2 n / L (N - 1) / N
-    bytes across and 2 n (L - 1) / L inside.
-uneven nodes
-    The first rank of a node adds up the whole array, reduces it with the first ranks of the other
-    nodes, and sends the result to its node.
+- Even nodes reduce-scatter inside, so that each rank has a part of n / L elements.  It reduces that
+  across nodes with the ranks that have the same part there.  An allgather inside ends it.  Every
+  rank sends 2 n / L (N - 1) / N bytes across and 2 n (L - 1) / L inside.
+- With uneven nodes the first rank of a node adds up the whole array, reduces it with the first
+ranks
+  of the other nodes, and sends the result to its node.
 
 Inside a node sums are made in the order of the ranks.  Half precisions are added in float32 on both
 levels, sent between nodes as float32, and rounded once at the end.

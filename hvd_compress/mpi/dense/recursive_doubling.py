@@ -1,12 +1,12 @@
 """Recursive doubling: partners at distance 1, 2, 4 ..., each time all of the data.
 
-log2 P rounds of one message out and one in, half as many as any algorithm that first adds up parts,
-and n log2 P bytes from every rank: for arrays so small that rounds count (Thakur, Rabenseifner,
-Gropp, 2005).  For P that is no power of two the last ranks give their array to one of the first
-before, and get the result from it afterwards.
+It takes log2 P rounds of one message out and one in, half as many as any algorithm that first adds
+up parts.  Every rank sends n log2 P bytes: it is for small arrays (Thakur, Rabenseifner, Gropp,
+2005).  If P is no power of two, the last ranks give their array to one of the first before.  They
+get the result from it afterwards.
 
 Both partners add the lower rank's partial sums to the higher one's, in this order and into other
-memory, so that all ranks hold the same bits, whatever NaNs are in them.
+memory.  So all ranks hold the same bits, whatever NaNs are in them.
 """
 
 from __future__ import annotations

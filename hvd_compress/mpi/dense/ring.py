@@ -1,8 +1,8 @@
 """Ring allreduce: reduce-scatter, then allgather, each rank talking to its two neighbours.
 
-2 (P - 1) rounds; every rank sends 2 n (P - 1) / P, which is the minimum for an allreduce of n bytes
-(Patarasuk and Yuan, 2009).  Every segment is added up on one path around the ring, so all ranks
-hold the same bits; the order of additions depends on the segment.
+It takes 2 (P - 1) rounds.  Every rank sends 2 n (P - 1) / P, the minimum for an allreduce of n
+bytes (Patarasuk and Yuan, 2009).  Every segment is added up on one path around the ring, so all
+ranks hold the same bits.  The order of additions depends on the segment.
 """
 
 from __future__ import annotations

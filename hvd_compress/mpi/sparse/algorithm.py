@@ -19,8 +19,8 @@ Run = Callable[[Channel, Sparse, Format], Summed]
 
 
 class EntryCount(NamedTuple):
-    """``k`` of ``n`` elements on each rank, at places that are independent between ranks; ``pair``
-    bytes for an index with its value, ``item`` for a dense one."""
+    """``k`` of ``n`` elements on each rank, at places that are independent between ranks.  An index
+    with its value takes ``pair`` bytes, a dense value ``item``."""
 
     k: int
     n: int
@@ -28,11 +28,11 @@ class EntryCount(NamedTuple):
     item: int
 
     def union(self, ranks: int) -> float:
-        """Return how many places so many ranks have."""
+        """Return the number of different places of all ranks, given their number."""
         return self.n * (1 - (1 - self.k / self.n) ** ranks) if self.n else 0.0
 
     def message(self, ranks: int) -> float:
-        """Return the bytes of the sum of so many ranks."""
+        """Return the bytes of the sum of all ranks, given their number."""
         return min(self.pair * self.union(ranks), self.item * self.n)
 
 

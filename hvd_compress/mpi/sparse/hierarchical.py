@@ -2,9 +2,9 @@
 
 Ranks that train on similar data select many of the same indices.  With L ranks on a node, such an
 index is sent to the other nodes once instead of L times.  If all nodes have as many ranks, each
-rank adds up a region of n / L elements, reduces it across nodes with the ranks that own the same
-region, and all regions are gathered inside each node; otherwise the first rank of a node owns all
-regions.  The sum is exact.
+rank adds up a region of n / L elements.  It reduces that across nodes with the ranks that own the
+same region, and all regions are gathered inside each node.  Otherwise the first rank of a node owns
+all regions.  The sum is exact.
 
 Differs from HiTopKComm (Shi et al., 2021), which adds up dense gradients inside the node and then
 selects elements: here each rank selects before.

@@ -32,7 +32,7 @@ class Format:
         dtype: of the values that ranks bring, and of the result.
         wire: of values on the wire; narrower than ``dtype`` means that they are rounded.
         codec: of indices, see ``encode_sparse``.
-        op, size: "sum" or "mean", over so many ranks.
+        op, size: "sum" or "mean", and the number of ranks.
         may_be_dense: vectors become dense arrays where that is shorter.
 
     Raises:
@@ -112,8 +112,8 @@ class Format:
         return item + np.dtype(index_dtype(self.n)).itemsize
 
     def not_sent(self, parts: Sequence[Sparse]) -> Sparse:
-        """Return the sum of what rounding took off.  What is not finite has reached everyone, and
-        must not enter a residual."""
+        """Return the sum of the rounding errors.  Values that are not finite have reached everyone,
+        and must not enter a residual."""
         finite = [pick(part, np.isfinite(part.values)) for part in parts]
         return add_up(finite, self.n, self.wide)  # type: ignore[return-value]
 

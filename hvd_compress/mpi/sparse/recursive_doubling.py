@@ -1,12 +1,12 @@
 """Recursive doubling for sparse vectors: SparCML's SSAR_Recursive_double (Renggli et al., SC 2019).
 
-In round s a rank exchanges its vector with rank XOR 2^s, and both add: log2 P rounds, in which
-vectors grow with the union of their indices, from k to at most P k entries.  A vector is sent dense
-as soon as that is shorter, and each message says whether it is sparse or dense.
+In round s of log2 P, rank r exchanges its vector with rank r XOR 2^s, and both add.  Vectors grow
+with the union of their indices, from k to at most P k entries.  A vector is sent dense as soon as
+that is shorter, and each message says whether it is sparse or dense.
 
-Differs from the paper in: any number of ranks (the first P - 2^m ranks add the vectors of the last
-P - 2^m before, and send them the result afterwards); the lower rank's vector is the first operand
-of every addition, so that all ranks hold the same bits, whatever NaNs are in them.
+Differs from the paper in the number of ranks, which may be any.  The first P - 2^m ranks add the
+vectors of the last P - 2^m before, and send them the result afterwards.  The lower rank's vector is
+the first operand of every addition.  So all ranks hold the same bits, whatever NaNs are in them.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class Reduced(NamedTuple):
     """The result of a sparse allreduce.
 
     Attributes:
-        total: the sum or mean, the same bits on all ranks: a ``Sparse`` of the dtype passed in, or
-            a flat array of all n elements, where that is shorter.
+        total: the sum or mean, the same bits on all ranks: a ``Sparse`` of the dtype passed in.  If
+            it is shorter, a flat array of all n elements.
         dropped: the entries that are not in ``total`` and that this rank has to keep, a ``Sparse``
             (float32 for float16).  Over all ranks, the vectors passed in add up to the sum, which
             is P times the mean, plus what was dropped.
@@ -91,8 +91,8 @@ def prepare(
     op: str,
     may_be_dense: bool = True,
 ) -> tuple[Format, Sparse, Sparse, Any]:
-    """Return the format of a call, what the others receive of ``sparse``, what rounding takes off,
-    and what results are to be like; the options are those of :class:`.Format`."""
+    """Return the format of a call, the vector that the others receive of ``sparse``, its rounding
+    errors, and the kind of the results.  The options are those of :class:`.Format`."""
     mine, like = take_in(sparse, n)
     dtype = mine.values.dtype.name
     values = dtype if values is None else values
@@ -104,7 +104,8 @@ def prepare(
 def run(comm: Communicator, call: str, start: Callable[[], Algorithm]) -> Any:
     """Agree on the call, and drive its algorithm to the end.
 
-    What a rank could not read it cannot answer, so the communicator is of no use afterwards.
+    A rank cannot answer a message that it could not read, so the communicator is of no use
+    afterwards.
     """
     comm.agree(call)
     try:

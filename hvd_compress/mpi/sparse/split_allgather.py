@@ -1,11 +1,11 @@
 """Split and allgather: SparCML's SSAR_ and DSAR_Split_allgather (Renggli et al., SC 2019).
 
 The n elements are split into P regions.  Every rank sends each region's entries to the region's
-owner, which adds them up in rank order; then all owners send their sums to all ranks.  A rank
+owner, which adds them up in rank order.  Then all owners send their sums to all ranks.  A rank
 receives k (P - 1) / P entries at first, and then the union of all entries outside its region.
 
-Differs from the paper in: each owner decides for its own region whether the sum is sent sparse or
-dense; all messages of a phase are in flight at once.
+Two things differ from the paper.  Each owner decides for its own region whether the sum is sent
+sparse or dense.  All messages of a phase are in flight at once.
 """
 
 from __future__ import annotations

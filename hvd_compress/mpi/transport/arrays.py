@@ -1,8 +1,8 @@
 """Arrays that collectives can work on: flat, contiguous, and where MPI can read them.
 
-NumPy arrays and torch tensors in host memory are used in place.  GPU arrays (torch tensors, and all
-objects with DLPack or the CUDA array interface) are passed directly to an MPI that can read GPU
-memory, and through pinned host memory to one that cannot.
+NumPy arrays and torch tensors in host memory are used in place.  GPU arrays are torch tensors, and
+all objects with DLPack or the CUDA array interface.  They are passed directly to an MPI that can
+read GPU memory, and through pinned host memory to one that cannot.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _from_dlpack(x: Any, torch: Any) -> Flat:
 
 
 def before_message(array: Any) -> None:
-    """Wait until a device has done what it was told to do with an array: MPI, which is about to
-    read it or to write to it, knows nothing of streams."""
+    """Wait until a device has finished its work with an array.  MPI, which is about to read it or
+    to write to it, knows nothing of streams."""
     if not isinstance(array, np.ndarray) and array.is_cuda:
         sys.modules["torch"].cuda.current_stream(array.device).synchronize()
 

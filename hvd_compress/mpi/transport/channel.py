@@ -33,8 +33,8 @@ class Channel:
         self.place = ""
 
     def within(self, subgroup: Any, place: str) -> Channel:
-        """Return the channel of the same algorithm in a subgroup of the ranks, whose bytes count in
-        this one, too; time-outs say that they are of that ``place``."""
+        """Return the channel of the same algorithm in a subgroup of the ranks.  Its bytes count in
+        this one, too; time-outs name that ``place``."""
         channel = Channel(subgroup, self.tag)
         channel.whole, channel.place = self, f"{place}, "
         return channel
@@ -46,8 +46,10 @@ class Channel:
         phase: str,
         step: tuple[int, int] = (1, 1),
     ) -> Wait:
-        """Begin to receive arrays, and to send arrays, by the rank at the other end, and return
-        what waits for all of them; ``phase`` and ``step`` are those of :class:`.Wait`."""
+        """Begin to receive and to send arrays, by the rank at the other end.
+
+        Return the messages to wait for; ``phase`` and ``step`` are those of :class:`.Wait`.
+        """
         comm, requests, messages, is_bulk = self.comm, [], [], False
         received = sent = 0
         for comes, arrays in ((True, incoming), (False, outgoing)):

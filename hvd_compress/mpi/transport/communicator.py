@@ -69,13 +69,13 @@ class Communicator:
             :meth:`free`, or after all ranks have dropped this object, when the next one is made.
         timeout: seconds without any progress after which a call raises ``CollectiveTimeout``;
             ``$HVD_COMPRESS_TIMEOUT`` or 600.  A warning comes after a tenth of it.
-        checks: the number of calls, from the first on, that all ranks compare before they run
-            them, so that a difference in order, shape, dtype or option is an error on every rank
-            and not a hang; ``$HVD_COMPRESS_CHECKS`` or 20, -1 for always.
+        checks: the number of calls, from the first on, that all ranks compare before they run them.
+            A difference in order, shape, dtype or option then raises an error on every rank instead
+            of a hang.  ``$HVD_COMPRESS_CHECKS`` or 20, -1 for always.
         segment: the bytes of the pieces that longer messages are sent in, 0 for whole messages;
             ``$HVD_COMPRESS_SEGMENT``.  By default 60 KiB between hosts that have Ethernet only,
-            where pieces that need no handshake keep the link busy, and whole within a host or where
-            there is RDMA, which takes messages as they are.
+            where pieces that need no handshake keep the link busy.  Messages within a host and over
+            RDMA are sent whole.
 
     Raises:
         SetupError: MPI was initialised without support for threads.
@@ -183,8 +183,11 @@ class Communicator:
         self._family.add(self, self.handles)
 
     def _settle(self) -> tuple[set[int], bytes]:
-        """Compare the options that must be the same on all ranks, and return the numbers of the
-        communicators that all ranks have dropped, and a name for this one."""
+        """Compare the options that must be the same on all ranks.
+
+        Returns:
+            The numbers of the communicators that all ranks have dropped, and a name for this one.
+        """
         has_rdma = any(Path("/sys/class/infiniband").glob("*"))
         host, options = MPI.Get_processor_name(), [self.checks, self.segment]
         name = secrets.token_hex(4)  # the first rank's becomes that of all
@@ -266,8 +269,8 @@ class Communicator:
     # -- agreement ---------------------------------------------------------------------------
 
     def agree(self, call: object, *, always: bool = False) -> None:
-        """Check that all ranks are about to make the same ``call``, by its text; also after as many
-        calls as are checked, if that is to be so ``always``.
+        """Check that all ranks are about to make the same ``call``, by its text.  ``always`` does
+        so after as many calls as are checked, too.
 
         Raises:
             MismatchError: on every rank, if they are not.
@@ -287,7 +290,7 @@ class Communicator:
     @contextlib.contextmanager
     def told(self, *, always: bool = False) -> Iterator[None]:
         """Tell the other ranks of an error in this context, where they :meth:`agree`, ``always`` or
-        not: what is wrong on this rank alone is an error on all."""
+        not.  An error on this rank alone is one on all."""
         try:
             yield
         except CompressionError as error:
@@ -406,9 +409,12 @@ def _forget(comm: MPI.Comm, keyval: int, ours: Communicator) -> None:
 
 @atexit.register
 def _leave() -> None:
-    """MPI_Finalize would wait for ranks that do not answer, and after an error of this rank alone
-    the others would wait for it until the time-out.  Others may be about to report too, and most
-    launchers end the whole job when the first process goes."""
+    """End the process.  MPI_Finalize would wait for ranks that do not answer.  After an error of
+    this rank alone the others would wait for it until the time-out.
+
+    Others may be about to report too, and most launchers end the whole job when the first process
+    goes.
+    """
     is_broken = bool(_broken)
     ends_by_error = hasattr(sys, "last_value") and not hasattr(sys, "ps1")  # and not interactive
     if is_broken or (ends_by_error and any(comm.size > 1 for comm in _alive)):

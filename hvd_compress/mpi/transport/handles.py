@@ -1,9 +1,9 @@
 """Handles that MPI keeps for a communicator, and the time when they are given back.
 
 Freeing a communicator is a collective, and the end of an object is not: ranks collect garbage at
-times of their own.  So what a :class:`.Communicator` has of MPI's lives here, and outlives it.
-When another one is made from the same communicator, which is a collective, the ranks tell each
-other what they have dropped, and free what all have.
+times of their own.  So what a :class:`.Communicator` has of MPI's lives here, and outlives it.  The
+making of another one from the same communicator is a collective.  Then the ranks tell each other
+what they have dropped, and free what all have.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Family:
         return sorted(n for n in self._dropped if not self._handles[n].has_broken)
 
     def free(self, numbers: Iterable[int]) -> None:
-        """Free those that all ranks have dropped, and what was made from them: whoever is made from
-        another keeps that alive, so all ranks have dropped it too.  A collective."""
+        """Free those that all ranks have dropped, with all that was made from them.  A child keeps
+        its parent alive, so all ranks have dropped the children too.  A collective."""
         for number in sorted(numbers):
             handles = self._handles.pop(number)
             made = family_of(handles.mpi)

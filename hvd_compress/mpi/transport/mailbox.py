@@ -22,7 +22,7 @@ _SPIN, _NAP = 5e-4, 1e-3
 class Mailbox:
     """Sends frames without waiting, and returns those that have arrived.
 
-    Frames from one rank arrive in order.  What is sent to a rank that is gone stays here.
+    Frames from one rank arrive in order.  Frames to a rank that is gone stay here.
 
     Args:
         comm: a communicator that nothing else uses.

@@ -93,8 +93,8 @@ def nodes_of(comm: Communicator, ranks_per_node: int | None = None) -> Nodes:
     collective.
 
     Args:
-        ranks_per_node: instead of asking MPI which ranks share memory, so many consecutive ranks
-            make a node; the last one may have fewer.
+        ranks_per_node: the number of consecutive ranks that make a node, instead of asking MPI
+            which ranks share memory; the last one may have fewer.
     """
     if ranks_per_node is not None and (type(ranks_per_node) is not int or ranks_per_node < 1):
         raise ConfigError(f"ranks_per_node={ranks_per_node!r}: a number of ranks, 1 or more")

@@ -1,8 +1,8 @@
-"""Notes that ranks leave for each other, where one may wait for the other: that a rank waits
-somewhere else meanwhile, and that its program has ended.
+"""Notes that ranks leave for each other while one may wait for another.  They say that a rank waits
+somewhere else meanwhile, or that its program has ended.
 
 A rank that had fewer batches than the others goes on with something else, and the others wait for
-it; then each can say where the other one is.
+it.  Then each can say where the other one is.
 
 Notes that nobody reads may outlive their communicator, and MPI delivers them to the next one that
 gets its number, whose ranks may be others.  So each begins with the name of its communicator.

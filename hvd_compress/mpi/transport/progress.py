@@ -2,7 +2,7 @@
 
 An algorithm never blocks.  It starts messages and yields a :class:`Wait`; its caller resumes it
 when these are complete.  So one algorithm serves blocking calls, several blocks of one array in
-flight at once, and an engine that overlaps with the backward pass; and every wait ends, because
+flight at once, and an engine that overlaps with the backward pass.  Every wait ends, because
 :class:`Work` knows which rank is waited for and for how long.
 """
 
@@ -46,8 +46,8 @@ class Wait:
 
     Args:
         requests: MPI's.
-        messages: of each, the rank at its other end, its bytes, which are checked when they come,
-            and whether it comes; :data:`COLLECTIVE` for one of MPI's own collectives.
+        messages: of each, the rank at its other end, its bytes, which are checked, and whether it
+            comes.  :data:`COLLECTIVE` stands for one of MPI's own collectives.
         phase: the name of the phase, such as "reduce-scatter".
         step: the number of the round, counted from 1, and the number of rounds of the phase.
         roll: who takes part in one of MPI's own collectives.
@@ -131,8 +131,8 @@ class Wait:
 class RollCall:
     """Which ranks wait in one of MPI's own collectives, which does not say for whom it waits.
 
-    A rank whose patience ends tells all others that it waits.  Who has said nothing by the time-out
-    is not there.
+    A rank whose patience ends tells all others that it waits.  A rank that has said nothing by the
+    time-out is not there.
 
     Args:
         comm: a :class:`hvd_compress.mpi.Communicator`.
@@ -185,10 +185,10 @@ class Work:
         comm: a :class:`hvd_compress.mpi.Communicator`.
         call: what the user called; its text is made for messages only.
         algorithms: started in this order, which must be the same on all ranks.
-        depth: so many at once: while one adds, messages of the others are on the wire.
+        depth: the number in flight: while one adds, messages of the others are on the wire.
 
-    An algorithm may yield another work instead of a :class:`Wait`.  What it does in between may
-    take other collectives, which look at all works under way: at one that moves they look in vain.
+    An algorithm may yield another work instead of a :class:`Wait`.  In between it may take
+    other collectives, which look at all works under way: at one that moves they look in vain.
 
     Attributes:
         results: by algorithm, what it has returned.
@@ -247,7 +247,7 @@ class Work:
 
     @property
     def is_bulk(self) -> bool:
-        """Return whether only large messages are waited for."""
+        """Whether only large messages are waited for."""
         return all(wait.is_bulk for _, _, wait in self._active)
 
     def wait(self) -> list[Any]:
@@ -295,8 +295,8 @@ def complete(comm: Any, request: Any, what: str, call: Callable[[], object]) -> 
 
 
 def _looks(count: int) -> Iterator[None]:
-    """Yield for each of so many looks, or of fewer where they take long: in each MPI may let others
-    have the processor, which is a time slice of every process that is ready."""
+    """Yield for each of a number of looks, or of fewer if they take long.  MPI may let others have
+    the processor in each: a time slice of every process that is ready."""
     end = time.monotonic() + _SOON
     for look in range(1, count + 1):
         yield
@@ -318,8 +318,8 @@ def wait_for(comm: Any, works: Sequence[Work]) -> None:
 
 
 def _poll(works: Sequence[Work]) -> bool:
-    """Make progress with all of them, not until the first, and return whether there was any, or
-    one is over, as others may have made it."""
+    """Make progress with all of them, not until the first.  Return whether there was any, or one is
+    over, as others may have made it."""
     moved = False
     for work in works:
         moved |= work.poll() or work.is_over
@@ -361,8 +361,10 @@ def _linger(comm: Any, works: Sequence[Work]) -> None:
 
 
 def _waits_in_vain(comm: Any, works: Sequence[Work]) -> bool:
-    """Return whether the program of a rank has ended from which messages are to come; of MPI's own
-    collectives, for whose end ranks may be needed no more, whether all others have."""
+    """Return whether the program of a rank has ended from which messages are to come.
+
+    MPI's own collectives may need ranks no more at their end: then, whether all others have ended.
+    """
     if not (ended := notes.ended(comm)):
         return False
     return len(ended) == comm.size - 1 or any(ended & work.awaited for work in works)

@@ -105,11 +105,11 @@ def sparse_of_exchange(comm: Communicator, name: str) -> Run:
 
 
 def _fastest(model: CostModel, comm: Communicator | None = None) -> Run:
-    """Return what runs the algorithm that is expected to be fastest for the largest number of
+    """Return the function of the algorithm that is expected to be fastest for the largest number of
     entries of a rank.
 
-    With ``comm`` it is that of the last call of the same form: ranks announce how many entries they
-    have while the algorithm runs, so that nothing waits for that.
+    With ``comm`` that number is of the last call of the same form.  Ranks announce their entries
+    while the algorithm runs, so that nothing waits for it.
     """
 
     def run(channel: Channel, mine: Sparse, form: Format) -> Summed:

@@ -2,13 +2,15 @@
 
 A dense sum takes what its algorithm took at a few sizes, with straight lines in between.
 
-A sparse one also depends on the part of the elements that are entries, and so has a formula beside
-its algorithm, in :mod:`hvd_compress.mpi.sparse`: a round costs ``alpha`` seconds, a byte ``beta``,
-every message beyond the first of a round ``overhead``, and each entry that is packed, unpacked and
-added ``merge``.  A byte does not cost the same in every pattern of messages: in a ring a rank sends
-to one and receives from another, in a pair it does both with one, in a fan with all at once.
-Formulas do not know what else a call costs; they are corrected by the ratio of measured to modelled
-time at a few numbers of entries.
+A sparse one also depends on the part of the elements that are entries.  So it has a formula next to
+its algorithm, in :mod:`hvd_compress.mpi.sparse`.  A round costs ``alpha`` seconds, a byte ``beta``,
+and every message beyond the first of a round ``overhead``.  Each entry that is packed, unpacked and
+added costs ``merge``.
+
+A byte does not cost the same in every pattern of messages.  In a ring a rank sends to one and
+receives from another.  In a pair it does both with one, in a fan with all at once.  Formulas leave
+out other costs of a call.  They are corrected by the ratio of measured to modelled time at a few
+numbers of entries.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ class CostModel:
     Attributes:
         size: number of ranks that it was measured on.
         alpha: seconds of a round with one small message out and one in.
-        beta: seconds a byte, sending to one rank and receiving from another at once.
+        beta: seconds per byte, sending to one rank and receiving from another at once.
         overhead: seconds of one more message in the same round.
         points: by algorithm, (bytes, seconds) of a dense allreduce of float32, ascending.
         beta_pair, beta_fan: ``beta`` with one partner, and with all at once; ``None``: the same.
         merge: seconds for an entry of a sparse vector.
-        sparse_points: by algorithm, (entries, seconds) of a sparse allreduce of so many entries on
-            each rank, with 8 bytes an entry, of ``SPARSITY`` times as many elements, ascending.
+        sparse_points: by algorithm, (entries, seconds) of sparse allreduces, ascending: entries on
+            each rank, of 8 bytes each, in ``SPARSITY`` times as many elements.
 
     >>> model = CostModel(size=4, alpha=1e-5, beta=1e-9, overhead=1e-6)
     >>> model.fastest_sparse(k=10, n=10_000), model.fastest_sparse(k=50_000, n=100_000)
@@ -121,9 +123,13 @@ class CostModel:
     def sparse_seconds(
         self, algorithm: str, k: int, n: int, *, pair: float = 8, item: int = 4
     ) -> float:
-        """Return the seconds of a sparse allreduce: ``k`` of ``n`` elements on each rank, ``pair``
-        bytes for an index with its value, ``item`` for a dense one; places are independent between
-        ranks."""
+        """Return the seconds of a sparse allreduce: ``k`` of ``n`` elements on each rank, at places
+        that are independent between ranks.
+
+        Args:
+            pair: bytes for an index with its value.
+            item: bytes for a dense value.
+        """
         modelled = self.sparse_formula(algorithm, k, n, pair=pair, item=item)
         if algorithm not in self.sparse_points:
             return modelled

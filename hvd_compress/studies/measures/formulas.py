@@ -133,7 +133,9 @@ def bisect(
 
 def vc_dimension(omega: int, depth: int) -> float:
     """Return omega depth ln(omega), the growth of the VC dimension of networks of piecewise linear
-    units (Bartlett, Harvey, Liaw and Mehrabian, 2019); without constants, which change no order.
+    units.
+
+    Constants, which change no order, are left out (Bartlett, Harvey, Liaw and Mehrabian, 2019).
 
     Args:
         omega: number of weights.
@@ -162,7 +164,7 @@ def canonical_ordering(values: Sequence[float], direction: int) -> np.ndarray:
     """Return a hyper-parameter as a measure: what everybody believes of it.
 
     Args:
-        values: of the hyper-parameter, one a run.
+        values: of the hyper-parameter, one per run.
         direction: 1 if more of it is believed to widen the gap, as of the batch size; else -1.
     """
     return direction * np.asarray(values, float)

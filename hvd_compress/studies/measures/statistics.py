@@ -1,6 +1,6 @@
 """How well the order of a measure is that of the generalisation gap.
 
-``settings`` are the hyper-parameters of the runs: one row a run, one column each.
+``settings`` are the hyper-parameters of the runs: one row per run, one column each.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def kendall_tau(x: Sequence[float], y: Sequence[float], variant: str = "a") -> f
 
     Args:
         x, y: a number for each run.
-        variant: "a", of the paper, where ties agree with nothing, so that a constant measure has
-            0; "b" divides by the root of the numbers of pairs that are not tied, and is NaN for it.
+        variant: "a", of the paper: ties agree with nothing, so a constant measure has 0.  "b"
+            divides by the root of the numbers of pairs that are not tied; it then is NaN.
 
     Raises:
         ConfigError: there are fewer than two runs, or not as many in both.
@@ -58,9 +58,9 @@ def granulated(
     averaged over the values of the others.  NaN where no runs differ in it alone.
 
     Args:
-        settings: hyper-parameters, one row a run, one column each; a seed is one, too, if there are
-            several.
-        measure, gap: one number a run.
+        settings: hyper-parameters, one row per run, one column each; a seed is one, too, if there
+            are several.
+        measure, gap: one number per run.
 
     Raises:
         ConfigError: the numbers of runs differ.
@@ -89,8 +89,8 @@ def conditional_information(
 ) -> float:
     """Return I(V_mu; V_g | U_S) / H(V_g | U_S), from 0 to 1, over all ordered pairs of runs.
 
-    V_mu and V_g are the signs of the differences of measure and gap, U_S the values that both runs
-    of the pair have of the hyper-parameters in S.  0 where U_S alone tells the sign of the gap.
+    V_mu and V_g are the signs of the differences of measure and gap.  U_S are the values of the
+    hyper-parameters in S that both runs have.  0 if U_S alone tells the sign of the gap.
     U_S as in the scoring program of the competition PGDL (NeurIPS 2020), held by the paper's
     authors.
 
@@ -162,8 +162,8 @@ def scores(
     """Return the :class:`Scores` of a measure.
 
     Args:
-        settings: hyper-parameters, two or more: one row a run, one column each.
-        measure, gap: one number a run.
+        settings: hyper-parameters, two or more: one row per run, one column each.
+        measure, gap: one number per run.
 
     Raises:
         ConfigError: the numbers of runs differ, or there are fewer than two.
