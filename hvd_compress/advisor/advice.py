@@ -45,11 +45,11 @@ class Candidate:
 
     @property
     def method(self) -> str:
-        """What is sent after the first steps."""
+        """The method after the first steps."""
         return self.row.partition(",")[0]
 
     def written(self, steps: int) -> str:
-        """Return what users write for a training of so many steps."""
+        """Return what users write, given the number of steps of the training."""
         text = self.write or f'compression="{self.row}"'
         return text.format(first=round(self.first * steps))
 
@@ -60,8 +60,10 @@ class Candidate:
         return loss_of("bf16", optimizer, steps) if self.row == "fp16" and not found else found
 
     def is_within(self, optimizer: str | None, steps: int, tolerance: float | None = None) -> bool:
-        """Return whether it was trained with the optimizer, and lost no more than the tolerance;
-        ``optimizer=None``: with SGD and with AdamW, however long, and nowhere else more."""
+        """Return whether it was trained with the optimizer, and lost no more than the tolerance.
+
+        ``optimizer=None``: with SGD and with AdamW, however long, and with no other one more.
+        """
         if self.row == "none":
             return True
         if optimizer is not None:
@@ -197,8 +199,10 @@ def choose(
     backward: float = 0.0,
     among: Iterable[Candidate] | None = None,
 ) -> Candidate:
-    """Return the candidate of the shortest step, which for those that lose nothing is that of the
-    shortest time to the loss; what does more than round to 16 bits must gain 2 %.
+    """Return the candidate of the shortest step.
+
+    For candidates that lose nothing that is the shortest time to the loss.  One that does more than
+    round to 16 bits must gain 2 %.
 
     Args:
         pieces: by method; others are not chosen.
@@ -279,10 +283,11 @@ def rows_of(
     optimizer: str,
     steps: int,
 ) -> list[dict[str, Any]]:
-    """Return what a table says of each candidate, the shortest step first: seconds of the whole
-    step, of the processor and of messages, the bytes of a rank after the first steps, the
-    :func:`break_even` against fp16 in bit/s, what it was seen to lose, in which unit, recipe and
-    length, and what to write.
+    """Return the rows of a table of candidates, the shortest step first.
+
+    A row has the seconds of the whole step, of the processor and of messages, and the bytes of a
+    rank after the first steps.  Then it has the :func:`break_even` against fp16 in bit/s, the
+    measured loss with its unit, recipe and length, and what to write.
 
     Args:
         pieces: by method, "fp16" and "none" among them; candidates without a piece have no row.

@@ -38,7 +38,7 @@ OPTIMIZERS = tuple(dict.fromkeys(recipe.optimizer for recipe in RECIPES.values()
 
 
 class Loss(NamedTuple):
-    """What a method loses in one recipe.
+    """The loss of a method in one recipe.
 
     Attributes:
         recipe: one of ``RECIPES``.

@@ -74,8 +74,8 @@ class Gather(Collective):
 
 @dataclasses.dataclass(eq=False)
 class Alltoall(Collective):
-    """Send one payload (1-D, uint8) to each rank.  The reply holds the payload that each rank has
-    for this one; both are in rank order.
+    """Send one of ``payloads`` (1-D, uint8) to each rank.  The reply holds the payload that each
+    rank has for this one; both are in rank order.
 
     ``equal_sizes`` is a promise that all ranks have equally many bytes for the same rank.  Engines
     need not exchange sizes then.

@@ -7,9 +7,8 @@ ranks on each of N nodes and n bytes:
 - Even nodes reduce-scatter inside, so that each rank has a part of n / L elements.  It reduces that
   across nodes with the ranks that have the same part there.  An allgather inside ends it.  Every
   rank sends 2 n / L (N - 1) / N bytes across and 2 n (L - 1) / L inside.
-- With uneven nodes the first rank of a node adds up the whole array, reduces it with the first
-ranks
-  of the other nodes, and sends the result to its node.
+- With uneven nodes the first rank of a node adds up the whole array.  It reduces that with the
+  first ranks of the other nodes, and sends the result to its node.
 
 Inside a node sums are made in the order of the ranks.  Half precisions are added in float32 on both
 levels, sent between nodes as float32, and rounded once at the end.
