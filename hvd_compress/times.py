@@ -149,8 +149,8 @@ class Clock:
     def watch(
         self, names: Sequence[str], exchange: Generator[Any, Any, Any]
     ) -> Generator[Any, Any, Any]:
-        """Return the exchange of a bucket, whose time is counted: its turns begin in the phase
-        "other", and what goes on between them in the phase that it had."""
+        """Return the exchange of a bucket, whose time is counted.  Its turns begin in the phase
+        "other"; the time between them counts to the phase that it had."""
         own = self.buckets.setdefault(tuple(names), BucketTimes())
         around, reply, now = self.switch("other"), None, self._seconds
         while True:

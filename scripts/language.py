@@ -57,9 +57,21 @@ CHECKED = (
     *(
         f"hvd_compress/{name}"
         for name in (
-            *("advisor", "cli", "codecs", "integrations", "meetings", "methods", "mpi"),
-            *("operators", "optimizers", "requests", "studies", "systems", "transforms", "wire"),
+            *("advisor", "cli", "codecs", "horovod_wheel", "integrations", "kernels", "learned"),
+            *(
+                "meetings",
+                "methods",
+                "mpi",
+                "operators",
+                "optimizers",
+                "requests",
+                "studies",
+                "systems",
+                "transforms",
+                "wire",
+            ),
             *("base.py", "chain.py", "config.py", "errors.py", "schedules.py", "stats.py"),
+            *("agreement.py", "blocks.py", "sharding.py", "testing.py", "times.py"),
         )
     ),
     "scripts",

@@ -1,11 +1,11 @@
 """Building Horovod 0.28.1, and installing it.
 
-Its source release does not compile against today's frameworks: it pins C++14 where PyTorch >= 2.1
-wants C++17, and >= 2.14 C++20, TensorFlow's wheels stopped shipping headers that its
-``xla_mpi_ops.cc`` includes, and GCC 13 and 14 want a header and an assignment written otherwise.
-All are cured from outside, without touching a file of Horovod: CXX is a small script that puts the
-compiler to work with other arguments (:func:`write_wrapper`).  Only the opt-in XLA allreduce op is
-lost.
+Its source release does not compile against today's frameworks.  It pins C++14 where PyTorch >= 2.1
+wants C++17, and >= 2.14 C++20.  TensorFlow's wheels stopped shipping headers that its
+``xla_mpi_ops.cc`` includes.  GCC 13 and 14 want a header and an assignment written otherwise.
+
+No file of Horovod is touched: CXX is a small script that starts the compiler with other arguments
+(:func:`write_wrapper`).  Only the opt-in XLA allreduce op is lost.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from hvd_compress.horovod_wheel.plan import (
 def write_wrapper(folder: Path, compiler: list[str], standard: int = 17) -> Path:
     """Write a script that stands in for the compiler, and return its path.
 
-    It asks for that standard of C++ where Horovod's build asks for C++14, includes ``<stdexcept>``
-    in every unit but nvcc's, which has what it preprocessed compiled, compiles an empty one in
-    place of ``xla_mpi_ops.cc``, and makes the library search path relative to the library, so that
-    the wheel works in other environments too.  Before FlatBuffers' headers comes a copy of the one
-    that assigns to a constant.
+    - It asks for that standard of C++ where Horovod's build asks for C++14.
+    - It includes ``<stdexcept>`` in every unit but nvcc's, which are preprocessed already.
+    - It compiles an empty unit instead of ``xla_mpi_ops.cc``.
+    - It makes the library search path relative to the library, so that the wheel works in other
+      environments too.
+    - Before FlatBuffers' headers comes a copy of the one that assigns to a constant.
     """
     empty = folder / "empty.cc"
     empty.write_text("")
@@ -216,8 +217,8 @@ def built_with(framework: str) -> dict[str, bool] | None:
 
 
 def install(plan: BuildPlan, rebuild: bool = False) -> None:
-    """Build the wheel unless it is cached, put it into this environment in place of any other
-    Horovod, and import it, each framework in a fresh process."""
+    """Build the wheel unless it is cached, and put it into this environment instead of any other
+    Horovod.  Then import it, each framework in a fresh process."""
     start = time.monotonic()
     wheel = (None if rebuild else plan.wheel) or build(plan)
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
@@ -231,7 +232,7 @@ def install(plan: BuildPlan, rebuild: bool = False) -> None:
         if facts is None or not (facts["mpi"] and facts["gloo"]):
             raise BuildError(
                 f"horovod.{name} was installed but cannot be imported with MPI and Gloo; "
-                f"build it anew: {env.COMMAND} --rebuild"
+                f"build it again: {env.COMMAND} --rebuild"
             )
     seconds = round(time.monotonic() - start)
     print(f"Horovod {VERSION} works with {', '.join(plan.frameworks)} ({seconds} s)")

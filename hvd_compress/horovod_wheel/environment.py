@@ -1,7 +1,7 @@
 """The frameworks, MPI and compiler that are installed.
 
 Frameworks are asked in a separate process, so that one that crashes on import cannot take the
-caller along, and so that nothing here imports a framework that the user has not imported.
+caller along.  Nothing here imports a framework that the user has not imported.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def providers(module: str) -> list[str]:
 
 
 def version_of(module: str) -> str | None:
-    """Return the version of the distribution that provides ``module`` (tensorflow comes under many
-    names), PyTorch's with its "+cu130", which the distribution of the common index leaves out."""
+    """Return the version of the distribution that provides ``module``; TensorFlow comes under many
+    names.  PyTorch's has its "+cu130", which the distribution of the common index leaves out."""
     names = _distributions().get(module)
     if names and module == "torch" and (spec := importlib.util.find_spec(module)) and spec.origin:
         file = Path(spec.origin).with_name("version.py")

@@ -1,8 +1,8 @@
 """The plan of a build: its parts, its tools, and the place of the wheel.
 
-A build takes minutes, so the wheel is cached.  pip's own cache would hand a wheel built for
-PyTorch alone to an environment that has TensorFlow as well; ours is keyed by all that the wheel
-depends on (:func:`key_inputs`), and its wheels work in any environment with the same key.
+A build takes minutes, so the wheel is cached.  Pip's own cache would pass a wheel built for PyTorch
+alone to an environment that has TensorFlow as well.  Ours is keyed by all that the wheel depends on
+(:func:`key_inputs`), and its wheels work in any environment with the same key.
 """
 
 from __future__ import annotations
@@ -203,8 +203,11 @@ def nccl_of_torch() -> Path | None:
 
 
 def check_toolkit_of(torch: dict[str, Any], home: str | None) -> None:
-    """Raise unless ``home`` is a CUDA toolkit, or nothing.  Where PyTorch is built for CUDA and
-    thinks that the toolkit is there, Horovod's build takes it, whatever moves GPU tensors."""
+    """Raise unless ``home`` is a CUDA toolkit, or nothing.
+
+    If PyTorch is built for CUDA and thinks that the toolkit is there, Horovod's build takes it,
+    whatever moves GPU tensors.
+    """
     if home is None:
         return
     # A compiler alone may be left of another installation.
@@ -219,8 +222,10 @@ def check_toolkit_of(torch: dict[str, Any], home: str | None) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Raise if anybody else, but for root, could have put a wheel into a folder of the cache: its
-    hash lies beside it, so whoever can write there writes both."""
+    """Raise if anybody else, but for root, could have put a wheel into a folder of the cache.
+
+    Its hash lies next to it, so whoever can write there writes both.
+    """
     for path in (cache_root(), folder, *folder.glob("horovod-*.whl*")):
         if not path.exists():
             continue

@@ -1,9 +1,10 @@
 """Hot loops: compiled if the package was built with a C++ compiler, else in NumPy.
 
 Both give the same bits; :mod:`hvd_compress.kernels.reference` says what is computed.  The compiled
-ones take arrays of any library by their address in host memory, release the interpreter's lock, and
-use as many threads as PyTorch does if that is imported, else ``OMP_NUM_THREADS``, by default one
-for each core that this process may run on.  :func:`loops_of` finds those for a GPU's memory.
+ones take arrays of any library by their address in host memory, and release the interpreter's lock.
+They use as many threads as PyTorch does if that is imported.  Otherwise they use
+``OMP_NUM_THREADS``, by default one for each core that this process may run on.  :func:`loops_of`
+finds those for a GPU's memory.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ class Selection:
 
 
 def loops_of(x: Array) -> Any:
-    """Return the module with the loops for arrays in memory where ``x`` is, or ``None`` if there is
-    none: this one, or that of a device."""
+    """Return the module with the loops for arrays in memory where ``x`` is: this one, or that of a
+    device.  ``None``: there is none."""
     name = backend_of(x).loops(x)
     return None if name is None else _module(name)
 
@@ -168,14 +169,13 @@ def merge(
 
 def placed(codec: Any, like: Array) -> Any:
     """Return ``codec`` for arrays in memory where ``like`` is, a
-    :class:`hvd_compress.codecs.base.Coder`; ``None`` where it works on the host alone, as codecs do
-    that have no loops but those here."""
+    :class:`hvd_compress.codecs.base.Coder`; ``None`` if it works on the host alone."""
     return None
 
 
 def stream(arrays: Sequence[tuple[Array, Array, Array]]) -> None:
-    """Read three arrays (1-D, float32) of each tensor and write two of them, which is what a step
-    with momentum and a residual cannot do without: the floor for benchmarks."""
+    """Read three arrays (1-D, float32) of each tensor and write two of them.  A step with momentum
+    and a residual cannot do with less: the floor for benchmarks."""
     columns = [Column(list(column)) for column in zip(*arrays, strict=True)]
     sizes = columns[0].sizes
     table = np.stack([Column(column.arrays, sizes).addresses for column in columns], 1)
@@ -183,7 +183,7 @@ def stream(arrays: Sequence[tuple[Array, Array, Array]]) -> None:
 
 
 def crc32(x: np.ndarray, start: int = 0) -> int:
-    """Return the CRC-32 of the bytes of ``x`` (1-D, uint8, contiguous) behind bytes whose CRC-32 is
+    """Return the CRC-32 of the bytes of ``x`` (1-D, uint8, contiguous) after bytes whose CRC-32 is
     ``start``, as ``zlib.crc32`` does."""
     if native is not None and native.has_fast_crc32:
         return native.crc32(x, start)

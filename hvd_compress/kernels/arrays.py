@@ -23,8 +23,8 @@ class Column:
     tensor's size in any shape.
 
     An array is not its memory: between two steps, its owner may give it other memory, and free the
-    old.  So a column is made anew in each step, and one that is kept is compared with where its
-    arrays are before it is used again.
+    old.  So a column is made again in each step.  One that is kept is compared with the places of
+    its arrays before it is used again.
 
     Args:
         arrays: of one library, on one device.
@@ -71,12 +71,12 @@ def are_flat(arrays: Sequence[Array], sizes: Sequence[int], device: Any) -> bool
 
 
 class Steps(NamedTuple):
-    """The arrays of a bucket in one step: what is read, and where the new state is written, which
-    may be where the old one is.  Without momentum there are no velocities; without residuals
+    """The arrays of a bucket in one step: those that are read, and those where the new state is
+    written, which may be the same.  Without momentum there are no velocities; without residuals
     either, elements are those of the gradients, and there is no new state.
 
-    Where there is memory to keep the old state in, the new one is written as soon as it is
-    computed, in its place, which saves a second pass.  The residuals' may be the gradients', of
+    If there is memory to keep the old state in, the new one is written over it at once, which saves
+    a second pass.  The residuals' may be the gradients', of
     which each element is read before."""
 
     gradients: Column
@@ -112,9 +112,12 @@ class Steps(NamedTuple):
         return zip(*(nothing if x is None else x.arrays for x in columns), strict=True)
 
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the addresses of gradient, velocity, residual, new velocity, new residual, and
-        where the old velocity and residual are kept, of each tensor (int64, in this order), 0 for
-        those that are not there; and the number of elements of each of these arrays."""
+        """Return the addresses of the arrays of each tensor (int64), and the number of elements of
+        each.
+
+        The order is gradient, velocity, residual, new velocity, new residual, and the places where
+        the old velocity and residual are kept.  0 stands for those that are not there.
+        """
         order = (0, 3, 1, 4, 2, 6, 5)
         tables = np.zeros((2, len(self.gradients.arrays), len(order)), np.int64)
         for i, place in enumerate(order):

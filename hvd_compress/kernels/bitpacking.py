@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 
 def full_bytes(bits: int) -> int:
-    """Return how many bytes so many bits take."""
+    """Return the number of bytes that a number of bits takes."""
     return -(-bits // 8)
 
 
@@ -69,8 +69,8 @@ def pack_digits(digits: np.ndarray, base: int) -> np.ndarray:
     """Return the bytes (uint8) of ``digits`` (unsigned, 0 .. base - 1), about log2(base) bits each.
 
     As many digits as fit are put into a word of 64 bits, the first one the highest, and the last
-    word is cut; or each digit has a field of bits, where that takes no more: for bases such as 15,
-    16, 31 and 255.
+    word is cut.  If a field of bits for each digit takes no more, it has that: for bases such as
+    15, 16, 31 and 255.
     """
     if bits := field_of(base):
         return pack_fields(digits, bits)

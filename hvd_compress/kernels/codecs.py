@@ -34,7 +34,7 @@ class Loops(abc.ABC):
 
     @property
     def draws(self) -> bool:
-        """Whether random numbers are taken, one an element."""
+        """Whether random numbers are taken, one per element."""
         return False
 
     @property
@@ -52,8 +52,8 @@ class Loops(abc.ABC):
 
     @functools.cached_property
     def bound_feed(self) -> Any:
-        """See :meth:`hvd_compress.codecs.base.Codec.feed`; in place of the generator it takes what
-        :meth:`drawn` returns."""
+        """See :meth:`hvd_compress.codecs.base.Codec.feed`; instead of the generator it takes the
+        result of :meth:`drawn`."""
         return functools.partial(native.codecs.feed, self._code)
 
     @functools.cached_property
@@ -139,7 +139,7 @@ class Natural(Loops):
 
 @dataclasses.dataclass(frozen=True)
 class Signs(Loops):
-    """A bit an element, which stands for ``scale`` or its negative.
+    """A bit per element, which stands for ``scale`` or its negative.
 
     Args:
         scale: a number; or it is sent in front: "l1", the mean magnitude, or "l2", the root of the
@@ -191,9 +191,12 @@ def as_loops_take(x: np.ndarray) -> np.ndarray:
 
 
 def total(x: np.ndarray, term: str, shift: float = 0.0) -> float:
-    """Return the sum (float64) of all elements, "plain", of their "magnitude", or of the "square"
-    of what they differ by from ``shift``, in the order of
-    :func:`hvd_compress.kernels.reference.sums`."""
+    """Return a sum over all elements (float64), in the order of
+    :func:`hvd_compress.kernels.reference.sums`.
+
+    It is the "plain" sum, that of their "magnitude", or that of the "square" of their differences
+    from ``shift``.
+    """
     if is_compiled():
         return native.codecs.sum(as_loops_take(x), _TERMS.index(term), shift, threads())
     terms = x.astype(np.float64)
@@ -238,8 +241,11 @@ def draws_of(random: np.random.Generator, n: int) -> Any:
 
 def place_of(random: np.random.Generator) -> tuple[list[int], list[int], int] | None:
     """Return the place in the stream of a generator of :mod:`~hvd_compress.operators.at_random`
-    where the next number of half a word begins: the key, the counter, and the halves of words that
-    are drawn of its block; ``None`` of another generator, or where there are no compiled loops."""
+    where the next number of half a word begins.
+
+    It is the key, the counter, and the halves of words that are drawn of its block.  ``None`` for
+    another generator, or without compiled loops.
+    """
     generator = random.bit_generator
     if not is_compiled() or not isinstance(generator, np.random.Philox):
         return None
@@ -253,7 +259,7 @@ def place_of(random: np.random.Generator) -> tuple[list[int], list[int], int] | 
 
 
 def move(random: np.random.Generator, place: tuple[list[int], list[int], int], n: int) -> None:
-    """Move a generator on as if it had drawn so many halves of words from its place."""
+    """Move a generator on as if it had drawn a number of halves of words from its place."""
     key, counter, first = place
     words, half = divmod(first + n, 2)
     words += half
@@ -281,8 +287,8 @@ def words_of(random: np.random.Generator) -> tuple[list[int], list[int], int]:
 
 
 def skip(random: np.random.Generator, words: int) -> None:
-    """Move the generator of :mod:`hvd_compress.operators.at_random` on as if it had drawn so many
-    words."""
+    """Move the generator of :mod:`hvd_compress.operators.at_random` on as if it had drawn a number
+    of words."""
     if words == 0:
         return
     generator: Any = random.bit_generator

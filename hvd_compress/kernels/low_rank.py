@@ -1,11 +1,11 @@
 """Products of matrices and thin factors, and what makes their columns orthonormal.
 
-A :class:`Matrices` says what is computed, in NumPy, which also serves where nothing is compiled;
-the compiled loops give the same bits, in one pass over memory each, for any number of threads.
+A :class:`Matrices` says what is computed, in NumPy, which also serves if nothing is compiled.  The
+compiled loops give the same bits, in one pass over memory each, for any number of threads.
 Matrices are in host memory, float32 and contiguous, of any library.
 
-A matrix M has n rows and m columns; its factors are P^T, of ``rank`` rows and n columns, and Q^T.
-The factors of all matrices are end to end in a flat array each.
+A matrix M has n rows and m columns.  Its factors are P^T, of ``rank`` rows and n columns, and Q^T,
+of m columns.  The factors of all matrices are end to end in a flat array each.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ class Matrices:
         self.of_p, self.of_q = (int((self._dims[:, i] * self._dims[:, 2]).sum()) for i in (0, 1))
 
     def left(self, x: Column, q: np.ndarray, p: np.ndarray, *added: Column) -> np.ndarray:
-        """Write (M Q)^T to ``p`` where M = x, or M = x + y for two columns that are ``added``: y,
-        and where M is written, which may be x.  Return of which M all elements are finite (bool);
-        of one that is not all of ``p`` is NaN.
+        """Write (M Q)^T to ``p``, with M = x, or M = x + y.
 
-        4096 elements of a row make one sum: the 16 sums of every sixteenth product each, of which
-        the second half is added to the first until one is left.  Such sums are added in their
+        ``added`` are two columns then: y, and the place where M is written, which may be x.  Return
+        of which M all elements are finite (bool); for one that is not all of ``p`` is NaN.
+
+        4096 elements of a row make one sum.  It has 16 sums of every sixteenth product each, of
+        which the second half is added to the first until one is left.  Such sums are added in their
         order.
         """
         if is_compiled():
@@ -113,8 +114,8 @@ class Matrices:
         sent: Column | None,
         finite: np.ndarray,
     ) -> None:
-        """Write P Q^T to ``out``, which may be ``x``, and of matrices that are ``finite``
-        x - P own^T to ``y``, if it is there; P own^T to ``sent``, if that is there."""
+        """Write P Q^T to ``out``, which may be ``x``.  If they are there, also write x - P own^T to
+        ``y`` for matrices that are ``finite``, and P own^T to ``sent``."""
         if is_compiled():
             columns = [_addresses(column) for column in (x, y, out, sent)]
             native.low_rank.settle(
@@ -194,12 +195,12 @@ class Matrices:
 
 
 class PowerStep:
-    """A step of the power method on the matrices of a bucket, with its memory: three turns of each
-    rank, between which all P, and then all Q, are added up over the ranks.
+    """A step of the power method on the matrices of a bucket, with its memory.
 
+    Each rank has three turns.  All P, and then all Q, are added up over the ranks in between.
     Turns take the columns of gradients, where averages are written, and factors Q^T, and that of
-    residuals if there is error feedback.  What is compressed, M = gradient + residual, is written
-    where the average will be.  :func:`hvd_compress.kernels.loops_of` finds the like for a GPU.
+    residuals if there is error feedback.  The sum M = gradient + residual is written where the
+    average will be.  :func:`hvd_compress.kernels.loops_of` finds the like for a GPU.
 
     Args:
         shapes, ranks: as of :class:`Matrices`.

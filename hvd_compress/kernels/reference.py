@@ -36,11 +36,11 @@ class Selection:
             v = v + g                           if momentum is None
             v = g                               if there are no residuals either
 
-        ``momentum`` is one number, or one for each tensor.  Of a tensor with a NaN or Inf, NaN is
+        ``momentum`` is one number, or one for each tensor.  In a tensor with a NaN or Inf, NaN is
         selected at the first places.
 
-        Where old states are kept, new ones are written here, and :meth:`settle` writes no more than
-        the selected elements; who keeps the old ones puts them back if the step does not hold."""
+        If old states are kept, new ones are written here, and :meth:`settle` writes no more than
+        the selected elements.  The keeper puts the old ones back if the step does not hold."""
         indices, values, finite = [], [], []
         self._move = momenta_of(momentum, len(self._counts)), momentum is not None, nesterov
         keeps = steps.kept_residuals is not None
@@ -70,8 +70,10 @@ class Selection:
         finite: np.ndarray,
     ) -> None:
         """Write the new velocities and residuals of the step of the last :meth:`select`, of tensors
-        that are ``finite`` (bool): what remains of the selected elements, and with ``masking``
-        zeros in their velocities."""
+        that are ``finite`` (bool).
+
+        They are the rest of the selected elements, and with ``masking`` zeros in their velocities.
+        """
         bounds = np.cumsum(self._counts)[:-1]
         parts = zip(np.split(indices, bounds), np.split(remaining, bounds), finite, strict=True)
         if steps.kept_residuals is None:
@@ -149,7 +151,7 @@ def sums(rows: np.ndarray) -> np.ndarray:
     """Return the sum of each row of a matrix (float64), added in an order that does not depend on
     the machine or on its threads.
 
-    4096 elements make one sum: the 16 sums of every sixteenth element each, of which the second
+    4096 elements make one sum.  It has 16 sums of every sixteenth element each, of which the second
     half is added to the first until one is left.  The sums of more elements are added up in the
     same way.
     """
@@ -207,8 +209,8 @@ def rice_unpack(code: np.ndarray, count: int, b: int, n: int) -> np.ndarray:
 
 
 def index_bits(gaps: np.ndarray, b: int) -> tuple[int, int, int, int, int]:
-    """Return :func:`quotients` for b - 1, b and b + 1, and the bits of the Elias gamma and delta
-    codes of ``gaps``; ``b`` is from 1 to 47."""
+    """Return :func:`quotients` for b - 1, b and b + 1; ``b`` is from 1 to 47.  Then come the bits
+    of the Elias gamma and delta codes of ``gaps``."""
     lengths = _length(gaps + 1)
     gamma, delta = 2 * lengths + 1, lengths + 2 * _length(lengths + 1) + 1
     below, at, above = (quotients(gaps, c) for c in (b - 1, b, b + 1))
@@ -217,8 +219,7 @@ def index_bits(gaps: np.ndarray, b: int) -> tuple[int, int, int, int, int]:
 
 def elias_pack(gaps: np.ndarray, nested: bool, out: np.ndarray) -> None:
     """Write the Elias code of ``gaps``, gamma or with ``nested`` delta, to the start of ``out``
-    (uint8, zeros); see :mod:`hvd_compress.wire.indices`, of whose code the first byte is left
-    out."""
+    (uint8, zeros). See :mod:`hvd_compress.wire.indices`; the first byte of its code is left out."""
     lengths = _length(gaps + 1)
     widths = _length(lengths + 1) if nested else lengths
     unary = np.zeros(int(widths.sum()) + widths.size, np.uint8)

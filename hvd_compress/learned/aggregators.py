@@ -112,7 +112,7 @@ class learned_server(Learned, name="learned_server"):
 
     Reference: the parameter-server instance of Abrahamyan et al., TNNLS 2021.
 
-    What rank 0 sends in a step of training, and in one after it, in bytes; k = 100 float64:
+    The bytes that rank 0 sends in a step of training, and in one after it; k = 100 float64:
 
     >>> from hvd_compress.blocks import chain
     >>> via = learned_server(density=0.1, start=5, settled=6)

@@ -1,13 +1,14 @@
 """Layers, lengths and weights of the autoencoder (Abrahamyan et al., TNNLS 2021).
 
 The encoder is five convolutions over the selected values in the order of their indices, without
-padding, each with a leaky rectifier behind it; its latent is a quarter as long.  The decoder is
-four transposed convolutions with a rectifier each, a stretch to the old length (the nearest
-element), and a convolution of width 1 over their channels and, with ``innovation``, over one more:
-the values that a rank sends for itself.
+padding.  A leaky rectifier follows each.  The latent is a quarter as long.
 
-The weights of all layers stand one behind the other: encoder, then one decoder after the other; of
-each layer the kernel (width, inputs, outputs), then the bias.
+The decoder is four transposed convolutions with a rectifier each.  Then come a stretch to the old
+length (the nearest element), and a convolution of width 1 over their channels.  With ``innovation``
+it has one channel more: the values that a rank sends for itself.
+
+The weights of all layers are end to end: encoder, then one decoder after the other.  Each layer has
+the kernel (width, inputs, outputs), then the bias.
 """
 
 from __future__ import annotations
@@ -59,12 +60,14 @@ class Autoencoder(Protocol):
     def gradient(
         self, weights: Array, values: Array, innovations: Array | None, leader: Any
     ) -> tuple[Array, Array]:
-        """Return ``(gradient, decoded)`` of the loss of one batch, a row a rank.
+        """Return ``(gradient, decoded)`` of the loss of one batch, a row per rank.
 
         Without innovations decoded is one row, from the mean of all latents, and the loss its mean
-        squared distance from the mean of ``values``.  With them all rows are decoded from the
-        latent of row ``leader``, and the loss is half the sum of their mean squared distances from
-        ``values``, and half the sum of those between the latents of each two rows (i, j), (j, i).
+        squared distance from the mean of ``values``.
+
+        With them all rows are decoded from the latent of row ``leader``.  The loss is half the sum
+        of their mean squared distances from ``values``, and half that of the distances between
+        latents.  The latter are those of each two rows (i, j), (j, i).
         """
 
 
@@ -95,7 +98,7 @@ def latent_size(n: int) -> int:
 
 
 def weights_of(layers: Sequence[Layer]) -> int:
-    """Return how many weights so many layers have.
+    """Return the number of weights of some layers.
 
     >>> weights_of(ENCODER)
     172996

@@ -89,7 +89,7 @@ class SelectedValues(NamedTuple):
 
 
 def bounds(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (start, stop) of each of some arrays with so many elements, if they are end to end."""
+    """Return (start, stop) of each of some arrays, given their sizes, if they are end to end."""
     return list(itertools.pairwise([0, *itertools.accumulate(counts)]))
 
 
@@ -120,12 +120,12 @@ class Learned(Aggregator):
     A shared autoencoder codes the elements of all tensors of a dtype and device, end to end in the
     order of the tensors' names.  Fewer than 31 elements are summed as they are.
 
-    State, equal on all ranks: ``autoencoder``, ``first_moment``, ``second_moment``; ``quality``:
-    averages of the mean cosine between the values of two ranks and of the share of the energy that
-    decoding loses, and the number of training steps so far.  A tensor in its first step, for which
-    there is no bucket yet, is coded alone.
+    State, equal on all ranks: ``autoencoder``, ``first_moment``, ``second_moment`` and ``quality``.
+    The latter has averages of the mean cosine between the values of two ranks, and of the share of
+    the energy that decoding loses.  Its last entry is the number of training steps.  A tensor in
+    its first step, for which there is no bucket yet, is coded alone.
 
-    What frameworks compute may differ between ranks in its last bits, and so may weights.  So all
+    Results of frameworks may differ between ranks in their last bits, and so may weights.  So all
     ranks take over those of rank 0 until ``settled``, and decode in NumPy, on the host.
     """
 
@@ -233,8 +233,11 @@ class Learned(Aggregator):
     def _example(
         self, rows: np.ndarray, leader: int, counts: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """From all ranks' values (N, k), which are so many of each tensor: what enters the network,
-        what should leave it, and the innovations."""
+        """Return the inputs of the network, its targets and the innovations.
+
+        They are made of all ranks' values (N, k); ``counts`` are the numbers of values of the
+        tensors.
+        """
 
     def _train(
         self, parts: Sequence[CodedTensor], state: State
@@ -317,8 +320,8 @@ def _aggregate_together(parts: list[CodedTensor]) -> Generator[Request, Any, lis
 
 
 def natural(name: str) -> tuple[str | int, ...]:
-    """Return what names are sorted by, so that numbers in them count by their values: Keras may
-    call the layers of a model dense_9 and dense_10, and those of the next one dense and dense_1.
+    """Return a key to sort names by, so that numbers in them count by their values.  Keras may call
+    the layers of a model dense_9 and dense_10, and those of the next one dense and dense_1.
 
     >>> sorted(["dense_10/kernel", "dense_9/kernel"], key=natural)
     ['dense_9/kernel', 'dense_10/kernel']

@@ -29,7 +29,7 @@ class Layers(NamedTuple):
 
     Attributes:
         convolve: of an array, a kernel (width, inputs, outputs), a bias and a stride, without
-            padding, and a leaky rectifier behind it.
+            padding, and a leaky rectifier after it.
         spread: the transpose of the convolution, and a rectifier.
         take: elements of the length, at places in NumPy.
         mean: over an axis, or ``None`` for all.
