@@ -25,7 +25,6 @@ import argparse
 import dataclasses
 import gc
 import importlib
-import json
 import math
 import statistics
 import subprocess
@@ -35,7 +34,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from steps_report import Row, drawn, drawn_with_accuracy, in_page, kept, lines, read
+from steps_report import (
+    Row,
+    accuracy_on_mnist,
+    drawn,
+    drawn_with_accuracy,
+    in_page,
+    kept,
+    lines,
+    read,
+)
 from tqdm import tqdm
 
 from hvd_compress.advisor.shapes import MODELS
@@ -99,19 +107,6 @@ def main() -> None:
     else:
         under_horovodrun(options.ranks, options.controller)
         measure(options)
-
-
-def accuracy_on_mnist() -> dict[str, float]:
-    """The mean of each method that ``quality.py`` has trained on MNIST."""
-    from benchmarks import quality
-
-    known = json.loads(quality.RESULTS.read_text())
-    found = quality.groups(known, [quality.Training.of(key) for key in known])
-    return {
-        method: statistics.mean(group.scores.values())
-        for (recipe, _, method), group in found.items()
-        if recipe == "mnist"
-    }
 
 
 def over_networks(options: argparse.Namespace) -> None:

@@ -230,6 +230,19 @@ BARS = {
 }
 
 
+def accuracy_on_mnist() -> dict[str, float]:
+    """The mean of each method that ``quality.py`` has trained on MNIST."""
+    from benchmarks import quality
+
+    known = json.loads(quality.RESULTS.read_text())
+    found = quality.groups(known, [quality.Training.of(key) for key in known])
+    return {
+        method: statistics.mean(group.scores.values())
+        for (recipe, _, method), group in found.items()
+        if recipe == "mnist"
+    }
+
+
 def drawn_with_accuracy(rows: Sequence[Row], accuracy: Mapping[str, float], picture: Path) -> None:
     """Draw one cell: a bar for each of ``BARS``, its time and its accuracy on MNIST beside it."""
     import matplotlib.pyplot as plt
