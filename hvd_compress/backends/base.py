@@ -5,15 +5,15 @@ imported it.  NumPy's backend is the reference; another one must agree with it (
 methods over all backends).
 
 Primitives work on flat arrays, those that go element by element on any.  ``put``, ``add_at`` and
-what is said to reuse its first argument may modify that and return it: callers pass only arrays
-that they have made themselves, or that somebody has handed over to them.
+those that say so may modify their first argument and return it.  Callers pass only arrays that they
+have made themselves, or that were given to them.
 
-Numbers are those of Python, or scalars: what norms and largest elements are returned as, which in
-PyTorch is a tensor, so that nobody waits for a device, and in a graph a symbol of float64.
+Numbers are those of Python, or scalars, such as norms and largest elements.  In PyTorch these are
+tensors, so that nobody waits for a device, and in a graph symbols of float64.
 
-TensorFlow traces: there, arrays are symbols without values, what is called a bool or a float here
-is a symbol too, and Python must not branch on it.  So the algorithms say ``choose`` instead of
-``if``, and ``on_host`` where they leave arrays for bytes.
+TensorFlow traces: there, arrays are symbols without values.  Bools and floats are symbols too, and
+Python must not branch on them.  So the algorithms say ``choose`` instead of ``if``, and ``on_host``
+where they leave arrays for bytes.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Backend(Protocol):
         """The transpose of a matrix, or of each of a stack."""
 
     def orthonormal_columns(self, x: Array) -> Array:
-        """Q of the QR decomposition of a matrix that is no wider than high, or of each of a stack,
-        with signs such that R has no negative diagonal."""
+        """Q of the QR decomposition of a matrix that is no wider than high, or of each of a stack.
+        Signs are such that R has no negative diagonal."""
 
     def concat(self, arrays: list[Array], axis: int = 0) -> Array: ...
 
@@ -197,9 +197,11 @@ class Backend(Protocol):
         device, else ``None``."""
 
     def loops(self, x: Array) -> str | None:
-        """Return the name of the module that has the loops of :mod:`hvd_compress.kernels` for
-        contiguous arrays in memory where ``x`` is (of a symbol: where what it stands for will be),
-        or ``None`` if ``x`` is no such array or there are none."""
+        """Return the name of the module with the loops of :mod:`hvd_compress.kernels` for
+        contiguous arrays in memory where ``x`` is; a symbol stands for its value.
+
+        ``None``: ``x`` is no such array, or there are none.
+        """
 
 
 class EagerBackend(Backend, Protocol):
@@ -208,9 +210,11 @@ class EagerBackend(Backend, Protocol):
     def addresses(
         self, arrays: Sequence[Array], sizes: Sequence[int], dtype: str, device: Any
     ) -> list[int] | None:
-        """Return where arrays are that are contiguous and have these sizes, all above zero, this
-        dtype and this device (``None`` where arrays have none); ``None`` if one differs.  An array
-        may be given other memory at any time, so nobody keeps what this returns."""
+        """Return the addresses of contiguous arrays of these sizes, all above zero, this dtype and
+        this device (``None``: no device).  ``None``: one differs.
+
+        An array may be given other memory at any time, so nobody keeps the result.
+        """
 
     def flat_on_host(self, arrays: Sequence[Array]) -> list[np.ndarray]:
         """Return contiguous arrays in host memory as flat arrays of NumPy, which keep the memory

@@ -11,8 +11,8 @@ def narrow(x: np.ndarray, out: np.ndarray, threads: int | None = None) -> None:
     """Write to ``out`` (float16, or uint16 for the bits of bfloat16) the numbers nearest to ``x``
     (float32), of two equally near ones the even one.  NaN stays NaN, of any bits.
 
-    ``threads`` is their number at most, ``None`` for the usual one: whoever has messages under way
-    does better without any, since the last one to get a processor is waited for.
+    ``threads`` is their number at most, ``None`` for the usual one.  With messages under way none
+    is best, since the last one to get a processor is waited for.
     """
     if (native := _compiled(x, out)) is not None:
         native.narrow(x, out.dtype == np.uint16, out.view(np.uint16), threads or _threads())

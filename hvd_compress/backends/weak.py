@@ -1,5 +1,5 @@
-"""Functions for those who keep them for ever: TensorFlow keeps every Python function that a graph
-has called until the program ends, and with it all that the function holds."""
+"""Functions for libraries that keep them for ever.  TensorFlow keeps every Python function that a
+graph has called until the program ends, and with it all that the function holds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The base class of engines.
 
 An engine carries out exchanges between ranks, one for each bucket of tensors.  ``start`` submits
-the first round of an exchange and never waits for other ranks, so it may be called from autograd
-hooks; ``finish`` waits for all results.
+the first round of an exchange and never waits for other ranks, so autograd hooks may call it.
+``finish`` waits for all results.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ class Engine(Protocol):
         """Whether arrays of a GPU are sent from its memory, and arrive there."""
 
     def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
-        """Submit the first round of an exchange; ``name`` is unique among those in flight, and the
-        same on all ranks, as is the order of starts."""
+        """Submit the first round of an exchange.
+
+        ``name`` is unique among those in flight.  It is the same on all ranks, as is the order of
+        starts.
+        """
 
     def poll(self) -> None:
         """Move on what is in flight, without waiting."""
@@ -96,9 +99,8 @@ SAME_TENSORS = (
 def alone(
     exchange: Generator[Any, Any, Any], note: Callable[[Collective, Any], None] | None = None
 ) -> Generator[Collective, Any, Any]:
-    """The exchange of a tensor that is in a bucket of its own, or of a bucket by its plan: what
-    concerns many tensors is answered here.  ``note(request, reply)`` learns of each of its
-    collectives."""
+    """The exchange of a tensor in a bucket of its own, or of a bucket by its plan.  Requests for
+    many tensors are answered here.  ``note(request, reply)`` learns of each of its collectives."""
     reply = None
     while True:
         try:

@@ -4,10 +4,10 @@ The exchanges of the tensors advance together.  In each round, requests of one k
 sums end to end, payloads into one message with a table of their sizes.  So the number and cost of
 an engine's collectives grow with the number of buckets, not of tensors.
 
-Results do not depend on how tensors are put into buckets: joining changes neither what is added
-nor the order of the ranks.  Two things can change last bits: a collective that adds in another
-order at another place of its buffer, such as a ring, and a library that multiplies a stack of
-matrices in another order than one matrix (``Backend.batches``).
+Results do not depend on how tensors are put into buckets: joining changes neither what is added nor
+the order of the ranks.  Two things can change last bits.  A collective such as a ring may add in
+another order at another place of its buffer.  A library may multiply a stack of matrices in another
+order than one matrix (``Backend.batches``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ Round = Generator[Collective, Any, None]
 
 
 class BucketKey(NamedTuple):
-    """The key by which a tensor falls into a bucket: the kind of its exchange (those of one kind
-    can be joined), whether all tensors of this kind belong into one bucket, the bytes of the
-    uncompressed gradient, and as text what must be the same on all ranks."""
+    """The key by which a tensor falls into a bucket.
+
+    It has the kind of its exchange, since those of one kind can be joined.  It says whether all
+    tensors of this kind belong into one bucket.  It also has the bytes of the uncompressed
+    gradient, and as text what must be the same on all ranks.
+    """
 
     kind: Hashable
     together: bool

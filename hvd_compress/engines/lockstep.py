@@ -71,9 +71,9 @@ def run(
 class World:
     """Ranks in one process, which hold one state each for every tensor name.
 
-    Methods run by their blocks, which are their definition; with ``fused=True`` whole buckets run
-    in one pass where they can, which is faster and gives the same bits.  Of these an outcome has
-    the direction of the step as ``mean``, and ``None`` as what was ``sent``.
+    Methods run by their blocks, which are their definition.  With ``fused=True`` whole buckets run
+    in one pass where they can, which is faster and gives the same bits.  Their outcomes have the
+    direction of the step as ``mean``, and ``None`` as ``sent``.
 
     Example:
         >>> import numpy as np

@@ -37,8 +37,8 @@ from hvd_compress.requests.base import LENGTH
 class Op(NamedTuple):
     """One collective: "sum", "max", "gather", "gather_equal", "broadcast" or "alltoall".
 
-    Of an all-to-all, ``splits`` are the numbers of elements of the tensor for each rank, and
-    ``arriving`` those that come from each, if they are known.  ``root`` has what is broadcast.
+    In an all-to-all, ``splits`` are the numbers of elements of the tensor for each rank.
+    ``arriving`` are those that come from each, if they are known.  ``root`` has what is broadcast.
     ``in_place``: nobody needs the tensor afterwards, and a sum may be made in it.
     """
 
@@ -102,8 +102,8 @@ class NamedEngine(Comparing, abc.ABC):
     def agree(self, terms: Terms, like: Array, at_once: bool = False) -> None:
         """Compare ``terms`` over the ranks, before all else comes in.
 
-        The first time it comes in at once: ranks that differ from the start would submit what
-        others never will, and nothing can call that back.
+        The first time it comes in at once: ranks that differ from the start would submit other
+        collectives, and nothing can call these back.
         """
         self._agreement = self._submit("agreement", agreement(terms, like))
         self._compares_at_once = at_once
@@ -327,11 +327,11 @@ class _Generation:
 class ProcessSetEngine(NamedEngine):
     """Carries out exchanges over one process set of Horovod.
 
-    Names tell engines apart by numbers, which all ranks must give alike.  What is the same on all
-    of them is the order in which engines are first used, since that is a collective; the order of
-    their making is not, and some may be made on one rank alone.  Elastic training adds workers that
-    have used none: so another number of workers counts from the beginning, and is part of the name.
-    That also keeps apart what a worker that died has left in Horovod's queue.
+    Names tell engines apart by numbers, which all ranks must give alike.  The order in which
+    engines are first used is the same on all ranks, since that is a collective.  The order of their
+    making is not, and some may be made on one rank alone.  Elastic training adds workers that have
+    used none.  So another number of workers counts from the beginning, and is part of the name.
+    Names also differ from those that a worker that died has left in Horovod's queue.
 
     Args:
         process_set: the ranks that take part; this rank must be one of them.
@@ -355,8 +355,8 @@ class ProcessSetEngine(NamedEngine):
 
     @classmethod
     def begin_generation(cls) -> None:
-        """Count engines from the beginning: a set of workers meets, of as many as before, maybe,
-        of which some have used none.  What they share is the order of uses from now on."""
+        """Count engines from the beginning when a set of workers meets, some of which may have used
+        none.  They share the order of uses from now on."""
         cls._generations.clear()
 
     # Elastic training changes both between steps.

@@ -1,9 +1,9 @@
 """Chains of blocks for whole buckets at once, with the same bits.
 
-The chain of blocks defines what is computed, tensor by tensor.  Where its form is one of those here
-and the arrays are of a kind that loops take, a tensor has a place in the plan of its bucket
-(:meth:`hvd_compress.base.Compressor.place`), in which all have one pass over memory, one message
-and one addition.
+The chain of blocks defines what is computed, tensor by tensor.  If its form is one of those here
+and loops take its arrays, a tensor has a place in the plan of its bucket
+(:meth:`hvd_compress.base.Compressor.place`).  There all have one pass over memory, one message and
+one addition.
 """
 
 from hvd_compress.fused.coded import FusedAllgather, FusedAlltoall

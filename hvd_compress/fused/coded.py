@@ -1,7 +1,7 @@
 """Codes of whole buckets: one message and one header for all tensors, and no fresh memory.
 
-A chain of elementwise transforms and codes, such as error feedback, does for a bucket at once what
-its blocks do for one tensor after the other, and gives the same bits; tests hold the two equal.
+A chain of elementwise transforms, such as error feedback, and codes treats a bucket at once.  Its
+blocks treat one tensor after the other, with the same bits; tests hold the two equal.
 Shards are those that each tensor has by itself.  One plan serves whole tensors and shards
 (:mod:`hvd_compress.fused.coded_plan`), and the memory that arrays are in decides who does its work.
 """

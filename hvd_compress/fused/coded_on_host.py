@@ -1,9 +1,8 @@
 """Codes of whole buckets in host memory: in the loops of :mod:`hvd_compress.kernels.codecs`.
 
-Where all that a chain does is to feed back what codes leave out, residuals become the new ones in
-the pass that codes them; the old ones are kept where the results will be until all ranks' values
-are known to be finite.  Else the gradient and this rank's own codes are kept, and states are
-written then.
+If error feedback is the only transform, residuals become the new ones in the pass that codes them.
+The old ones are kept where the results will be until all ranks' values are known to be finite.
+Otherwise the gradient and this rank's own codes are kept, and states are written then.
 """
 
 from __future__ import annotations
@@ -143,7 +142,8 @@ class StepOnHost:
         self._fed: dict[int, list[slice]] = {}
 
     def encode(self) -> list[bool]:
-        """Write the codes of all runs; return which are finite.  Of others codes mean nothing."""
+        """Write the codes of all runs; return which are finite.  The codes of others mean
+        nothing."""
         plan, views, n = self.plan, self.arrays.views, threads()
         if self.stages.only_feeds_back and not plan.foreign:
             kept = views.out

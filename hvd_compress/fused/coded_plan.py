@@ -1,7 +1,7 @@
 """The exchange of a bucket's codes: what is sent and when, for whole tensors and for shards.
 
-The message for a rank holds its shard of every tensor, or for all ranks whole tensors, end to end
-behind a header and a byte a tensor that says whether its values are finite.
+The message for a rank holds its shard of every tensor, or for all ranks whole tensors, end to end.
+Before them come a header and a byte per tensor that says whether its values are finite.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Message:
     Args:
         codecs: of all tensors.
         runs: of each tensor, the elements that are sent.
-        size: at least so many bytes.
+        size: the least number of bytes.
 
     Attributes:
         codes: the place of each tensor's.
@@ -89,8 +89,8 @@ class Message:
 
 
 class Run(NamedTuple):
-    """A run of elements of a tensor, ``own``, that is coded by itself, and the number of the
-    message that its codes are in: that of the rank that adds them up, if one does."""
+    """A run of elements of a tensor that is coded by itself, and the number of the message that its
+    codes are in.  That is the rank that adds them up, if one does."""
 
     tensor: int
     own: slice
@@ -173,8 +173,8 @@ class CodedPlan(StagedPlan):
         return [of_tensors[run.tensor] for run in runs]
 
     def look(self, arrays: Sequence[Array]) -> None:
-        """Find what is in shards of others, where somebody else has written to ``arrays`` since the
-        last step: after the number of ranks has changed, say."""
+        """Find the contents of others' shards, if somebody else has written to ``arrays`` since the
+        last step.  So it is after a change of the number of ranks."""
         now = [getattr(x, "_version", None) for x in arrays]
         known, versions = self._looked
         if now == versions and all(map(operator.is_, known, arrays)):

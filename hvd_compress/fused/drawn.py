@@ -1,7 +1,7 @@
 """Elements at places that all ranks draw alike: one sum of the values of all tensors.
 
-A chain of error feedback and a sum of drawn elements does for a bucket at once what its blocks do
-for one tensor after the other, and gives the same bits; tests hold the two equal.
+A chain of error feedback and a sum of drawn elements treats a bucket at once.  Its blocks treat one
+tensor after the other, with the same bits; tests hold the two equal.
 """
 
 from __future__ import annotations

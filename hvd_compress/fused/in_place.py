@@ -2,8 +2,8 @@
 
 The arrays of a bucket are gradients, the states of their tensors, and where the results are
 written, which most often is in the gradients.  States become the new ones when it is known that the
-values of all ranks are finite, from what is kept of the step until then.  So they need no second
-copy; and a step with a NaN or Inf on any rank leaves them as they were.
+values of all ranks are finite.  Enough of the step is kept until then.  So they need no second
+copy, and a step with a NaN or Inf on any rank leaves them as they were.
 """
 
 from __future__ import annotations
@@ -200,8 +200,11 @@ class InPlacePlan(Plan):
     def meet(
         self, arrays: Arrays, step: Context
     ) -> Generator[Request, Any, Sequence[bool] | np.ndarray | None]:
-        """Write results and states; return of which tensors they are finite, or ``None`` where the
-        states of others are those of before already: a device does not tell the host."""
+        """Write results and states; return of which tensors they are finite.
+
+        ``None``: the states of others are those of before already, since a device does not tell the
+        host.
+        """
 
 
 class Views(NamedTuple):
@@ -270,7 +273,7 @@ class Arrays:
         return [dict(zip(self.states, row, strict=True)) for row in rows]
 
     def check(self) -> None:
-        """Look for all arrays in every turn of this rank anew, since an array is not its memory.
+        """Look for all arrays in every turn of this rank again, since an array is not its memory.
 
         Raises:
             CompressionError: one has other memory than when the step began.

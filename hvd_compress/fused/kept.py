@@ -1,10 +1,10 @@
 """Undo buffers: old states are kept in them while it is not known whether the new ones hold.
 
 New states are written where the old ones are as soon as they are computed, in the pass over memory
-that reads these.  What there were is kept until the step is over: a state of each tensor where its
-result will be written, which nobody needs before; and other states in memory that buckets hand on
-to each other.  Of that there is enough for one bucket at a time; a bucket that finds none writes
-its states in a second pass.
+that reads these.  The old ones are kept until the step is over: one state of each tensor where its
+result will be written, which nobody needs before.  Other states are kept in memory that buckets
+pass on to each other.  It suffices for one bucket at a time; a bucket that finds none writes its
+states in a second pass.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Kept:
         """Return where states are kept; ``None`` if there is no room.
 
         Args:
-            states: of each state, flat arrays in its memory, one a tensor.
+            states: of each state, flat arrays in its memory, one per tensor.
             out: arrays where results are written; the first state is kept there.
             pool: has memory for the others.
         """

@@ -1,11 +1,11 @@
 """Low rank of whole buckets: three passes over memory, and no fresh memory.
 
-A chain of error feedback and factors does for a bucket at once what its blocks do for one tensor
-after the other, and gives the same bits; tests hold the two equal.  The factors of all matrices are
-end to end in two sums, which are in the memory of the gradients.
+A chain of error feedback and factors treats a bucket at once.  Its blocks treat one tensor after
+the other, with the same bits; tests hold the two equal.  The factors of all matrices are end to end
+in two sums, which are in the memory of the gradients.
 
-States are written in place in the last pass, when it is known that the mean is finite, so they need
-no second copy; and a step with a NaN or Inf on any rank leaves them as they were.
+States are written in place in the last pass, when it is known that the mean is finite.  So they
+need no second copy, and a step with a NaN or Inf on any rank leaves them as they were.
 """
 
 from __future__ import annotations

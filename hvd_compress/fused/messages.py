@@ -146,8 +146,8 @@ def _scatter(places: np.ndarray, values: np.ndarray, out: np.ndarray) -> None:
 
 
 def part_of(select: Selector, values: str | logarithmic, context: Context) -> int | None:
-    """Return how many elements are sent of a tensor of ``context.shape``; ``None`` if these are
-    all, or so many that a dense sum moves fewer bytes."""
+    """Return the number of elements that are sent of a tensor of ``context.shape``.  ``None``: all,
+    or more than a dense sum moves bytes for."""
     n = math.prod(context.shape)
     k = select.count(n, context) if 0 < n < _MOST_ELEMENTS else None
     if k is None or k == n:

@@ -1,6 +1,6 @@
 """Messages that are made in a device's memory, and read there.
 
-Where engines read that memory, nobody waits.  Others get copies with headers, by which damage is
+Nobody waits if engines read that memory.  Others get copies with headers, by which damage is
 noticed.
 """
 

@@ -2,8 +2,8 @@
 
 While a graph is traced, arrays have no values that loops could take.  So an exchange becomes
 functions of the graph, one more than it has requests.  The first takes the gradients and states of
-all tensors, and returns what is sent first; each of those that follow takes a reply, and returns
-what is sent next; the last one returns averages and new states.  Between them the exchange, which
+all tensors, and returns the first message.  Each of those that follow takes a reply, and returns
+the next message.  The last one returns averages and new states.  Between them the exchange, which
 is that of NumPy arrays, waits for the replies.
 
 Gradients are not copied on their way in, nor results on their way out: a variable that is assigned

@@ -1,8 +1,8 @@
 """Transforms of a bucket's tensors, in place and part by part.
 
-What a chain of elementwise transforms does to a tensor it does to each part of it.  So a tensor
-needs no memory but for what is passed on, and all that is done to a part is done while it is in the
-processor's caches.  The transforms are those of the blocks, and so are the bits.
+A chain of elementwise transforms treats each part of a tensor as it treats the tensor.  So a tensor
+needs memory for the output alone, and a part is finished while it is in the processor's caches.
+The transforms are those of the blocks, and so are the bits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stages:
     def of(
         cls, transforms: Sequence[Transform], context: Context
     ) -> tuple[tuple[Transform, ...], Stages] | None:
-        """Return the transforms that come first and have no state, and those behind them, which are
+        """Return the transforms that come first and have no state, and those after them, which are
         elementwise; ``None`` if there are others."""
         first = next((i for i, t in enumerate(transforms) if t.elementwise), len(transforms))
         before, behind = tuple(transforms[:first]), tuple(transforms[first:])
@@ -96,8 +96,8 @@ class Stages:
         mean: np.ndarray | None = None,
         out: np.ndarray | None = None,
     ) -> None:
-        """Write the new states after a step in which all is finite; and to ``out``, which may be
-        ``x``, the direction of the step, given the ``mean``, where they make it of that."""
+        """Write the new states after a step in which all is finite.  If they make the direction of
+        the step of the ``mean``, write it to ``out``, which may be ``x``."""
         if self.only_feeds_back:
             residual = states["residual"]
             np.add(x, residual, out=residual)

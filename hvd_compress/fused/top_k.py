@@ -1,14 +1,14 @@
 """Top-k of whole buckets: two passes over memory, one message and one addition for all tensors.
 
-A chain of momentum correction, error feedback and an allgather of the largest elements does for a
-bucket at once, in the loops of :mod:`hvd_compress.kernels`, what its blocks would do for one tensor
-after the other, and gives the same bits; tests hold the two equal.  The message of a bucket is the
+A chain of momentum correction, error feedback and an allgather of the largest elements treats a
+bucket at once, in the loops of :mod:`hvd_compress.kernels`.  Its blocks treat one tensor after the
+other, with the same bits; tests hold the two equal.  The message of a bucket is the
 sparse frame of all its tensors end to end.
 
-One pass computes what velocities and residuals will be, looks for the largest elements, and writes
-the new states in place; the old ones are kept until it is known that the entries of all ranks are
-finite (:mod:`hvd_compress.fused.kept`).  Where they cannot be kept, the states are written in a
-second pass then.  The averages take the place of the gradients.
+One pass computes the next velocities and residuals, looks for the largest elements, and writes the
+new states in place.  The old ones are kept until it is known that the entries of all ranks are
+finite (:mod:`hvd_compress.fused.kept`).  If they cannot be kept, the states are written in a second
+pass then.  The averages take the place of the gradients.
 """
 
 from __future__ import annotations
@@ -143,9 +143,11 @@ class TopKPlan(InPlacePlan):
         return finite
 
     def _kept(self, arrays: Arrays, step: Context) -> Kept | None:
-        """Return where old states are kept; ``None`` if new ones are not written at once: for want
-        of memory, since others may still look at the old ones, or since no results are written
-        where gradients are."""
+        """Return the place where old states are kept; ``None`` if new ones are not written at once.
+
+        They are not if there is no memory, or if others may still look at the old ones, or if no
+        results are written where gradients are.
+        """
         if self.memory is not None or step.sparse or not step.in_place:
             return None
         views = arrays.views

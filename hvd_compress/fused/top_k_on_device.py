@@ -1,9 +1,9 @@
 """Top-k of whole buckets in a device's memory: the message is written where it is sent from, and
 read where it arrives.
 
-What is computed is that of :mod:`hvd_compress.fused.top_k`, to the bit.  The message is another,
-whose size is known beforehand, and of which all parts can be read at the same time: places are
-those within blocks (:class:`hvd_compress.torch.triton.loops.BlockMessage`).  Whether all ranks'
+The result is that of :mod:`hvd_compress.fused.top_k`, to the bit.  The message is another: its size
+is known beforehand, and all its parts can be read at the same time.  Places are those within blocks
+(:class:`hvd_compress.torch.triton.loops.BlockMessage`).  Whether all ranks'
 values are finite is found out on the device, and decides there whether states become the new ones.
 So the host waits for nothing where the engine reads the device's memory, and else for the message.
 """

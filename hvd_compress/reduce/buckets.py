@@ -26,9 +26,12 @@ Exchange: TypeAlias = Generator[Request, Any, Any]
 
 
 class Planned:
-    """A bucket of the plan: its tensors, and how many of them have not come yet in this step
-    (``missing``, counted by :meth:`Buckets.start`), or are not known to be ready (``unready``,
-    counted down by who watches them)."""
+    """A bucket of the plan: its tensors, and the number of those that have not come yet in this
+    step.
+
+    ``missing`` is counted by :meth:`Buckets.start`.  ``unready`` tensors, not known to be ready,
+    are counted down by whoever watches them.
+    """
 
     __slots__ = ("missing", "names", "unready")
 
@@ -41,19 +44,19 @@ class Buckets:
     """Sends exchanges in buckets: a bucket is sent as soon as all its tensors are ready, while
     backward goes on with others.
 
-    Which tensors make a bucket is decided after the first step, and again when the tensors or the
-    kinds of their requests have changed: neighbours in the order in which gradients became ready on
-    rank 0, of one kind of request, one dtype and one device.  Buckets are sent in the same order on
+    Buckets are planned after the first step, and again when the tensors or the kinds of their
+    requests have changed.  Neighbours in the order in which gradients became ready on rank 0 make
+    one, if they have one kind of request, dtype and device.  Buckets are sent in the same order on
     all ranks, in whatever order gradients become ready there.  The first step sends all its buckets
     at its end.
 
     Tensors that belong together by their requests (``BucketKey.together``) are in one bucket
-    whatever its size, and whatever ``groups`` says.  It is sent at the end of a step if the plan
-    does not know it yet, or if one of its tensors does not come; one that comes and is not in the
-    plan is alone in that step.
+    whatever its size, and whatever ``groups`` says.  The end of a step sends it if the plan
+    does not know it yet, or if one of its tensors does not come.  A tensor that is not in the plan
+    is alone in that step.
 
-    Where an engine's sums depend on the place of an element in its bucket, neighbours are those of
-    ``names``, so that a run that goes on from a checkpoint has the same buckets, and the same bits,
+    If an engine's sums depend on the place of an element in its bucket, neighbours are those of
+    ``names``.  Then a run that goes on from a checkpoint has the same buckets, and the same bits,
     as one that was never interrupted.
 
     Args:
@@ -66,8 +69,8 @@ class Buckets:
             sent one by one.
         same_order: all ranks start tensors in the same order, so rank 0 need not send its order.
         names: tensors in an order that is known beforehand, the first ones ready first.
-        go_on: a function that returns the exchange of a bucket whose entries are those of the last
-            step, given its names, or ``None``; then ``enter`` is asked.
+        go_on: a function that returns the exchange of a bucket by its names, if its entries are
+            those of the last step; ``None``: ``enter`` is asked.
 
     Attributes:
         plan: the names of each bucket, in the order in which buckets are sent; empty before the end

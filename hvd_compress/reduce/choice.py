@@ -57,7 +57,7 @@ class Choice:
 
     @classmethod
     def read(cls, state: Any) -> Choice:
-        """Return the choice of a state; ``None``: one that begins anew.
+        """Return the choice of a state; ``None``: one that begins again.
 
         Raises:
             ConfigError: it is damaged.

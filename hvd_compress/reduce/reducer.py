@@ -1,8 +1,8 @@
 """Averaging of gradients over the ranks.
 
 A :class:`Reducer` owns the method, the step, the epoch, the seed, the records of bytes, and the
-buckets; states, and all that an optimizer knows, are in its :class:`~hvd_compress.reduce.Store`.  A
-custom training loop, in NumPy or over any backend's arrays, needs nothing else.  The bindings to
+buckets.  States, and all that an optimizer knows, are in its :class:`~hvd_compress.reduce.Store`.
+A custom training loop, in NumPy or over any backend's arrays, needs nothing else.  The bindings to
 frameworks hand in a store of their own.  Under TensorFlow a reducer lives for one branch of a
 graph, and gets method, step and seed from the binding's ``VariableStore``.
 """
@@ -79,8 +79,8 @@ class Reducer:
     Args:
         compression: a method, its class, its name, or a string such as "dgc:density=0.01".
         engine: carries out the exchanges, for instance :class:`hvd_compress.mpi.MpiEngine`.
-        store: keeps the states, and knows the optimizer; ``None``: a :class:`MemoryStore`.  Who
-            hands one in binds the method, too (:meth:`Compressor.bind`).
+        store: keeps the states, and knows the optimizer; ``None``: a :class:`MemoryStore`.  The
+            caller who passes one binds the method, too (:meth:`Compressor.bind`).
         momentum, nesterov: those of the optimizer, for methods that take momentum over; the
             optimizer must not apply them again.  A store of one's own knows its optimizer's.
         sums: results are sums instead of averages.
@@ -215,9 +215,10 @@ class Reducer:
         self._plans.clear()
 
     def reduce(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """Average gradients, and return the direction of the optimizer's step by name: the average,
-        or its momentum if the method applies it; shape and dtype are those of the gradient, and all
-        ranks get the same bits."""
+        """Average gradients, and return the direction of the optimizer's step by name.
+
+        It is the average, or its momentum if the method applies it.  Shape and dtype are those of
+        the gradient, and all ranks get the same bits."""
         self.start_together(gradients)
         return self.finish()
 
@@ -239,7 +240,9 @@ class Reducer:
     def _start_together(self, gradients: Mapping[str, Array], unused: Iterable[str]) -> None:
         for others in (self._in_flight, self._deferred):
             if twice := gradients.keys() & others.keys():
-                raise ConfigError(f"{twice.pop()!r} was started already: call finish() once a step")
+                raise ConfigError(
+                    f"{twice.pop()!r} was started already: call finish() once per step"
+                )
         if self.epoch is None and self.method.needs_epoch:
             raise ConfigError(
                 f"the density of {self.method.name} goes by epochs: call "
@@ -285,8 +288,10 @@ class Reducer:
         )
 
     def forget_plan(self) -> None:
-        """Plan the buckets anew after the next step.  To be called on all ranks at the same time,
-        for instance when they have exchanged their states: ranks that have come later have no plan.
+        """Plan the buckets again after the next step.
+
+        To be called on all ranks at the same time, for instance when they have exchanged their
+        states.  Ranks that have come later have no plan.
         """
         self.buckets.forget()
         self._forget_plans()
@@ -479,8 +484,8 @@ class Reducer:
         return self.engine.rank, self.engine.size, self.sums, of_store, *schedules
 
     def _go_on(self, names: tuple[str, ...]) -> Generator[Request, Any, Any] | None:
-        """Return the exchange of a bucket by the plan that it has, without asking the method where
-        each tensor belongs; ``None`` if that may have changed."""
+        """Return the exchange of a bucket by the plan that it has, without asking the method for
+        places of tensors; ``None`` if these may have changed."""
         if self._now is None or names not in self._plans:
             return None
         in_use = self._plans[names]

@@ -9,7 +9,7 @@ with a single rank's own state can be loaded by that rank.  :meth:`StateHeader.s
 of a residual a rank takes over, so that nothing is counted twice.
 
 Files are cut off, mixed up and edited.  All of a state is checked with the functions below before
-anything is assigned, so that a state that is refused leaves everything as it was.
+anything is assigned.  A state that is refused leaves everything as it was.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def restored(
     kinds: type | tuple[type, ...],
     place: Callable[[Any, Array], Array],
 ) -> tuple[State, list[str]]:
-    """Return the state of a tensor from entries that were saved, and the keys of those that have no
-    use here; whatever is missing begins anew.
+    """Return the state of a tensor from saved entries, and the keys of those that have no use here.
+    Missing ones begin again.
 
     Args:
         name: of the tensor, for errors.

@@ -74,7 +74,7 @@ class Store(abc.ABC):
     # -- gradients -----------------------------------------------------------------------------
 
     def prepared(self, name: str, gradient: Array, context: Context) -> Array:
-        """Return the gradient that is exchanged in place of the one that was handed in."""
+        """Return the gradient that is exchanged instead of the one that was passed in."""
         return gradient
 
     def rows(self, name: str, gradient: Array, context: Context) -> Exchange | None:
@@ -101,9 +101,12 @@ class Store(abc.ABC):
     def of_bucket(
         self, names: Sequence[str], gradients: Sequence[Array]
     ) -> tuple[Sequence[Mapping[str, Array]], str, Sequence[float]] | None:
-        """Return states, what stands in front of their keys, and momenta of the tensors of a bucket
-        that may go on by its plan, ``None`` if one is of another kind now.  Unlike all others this
-        is called in every step, so bindings call no function for each tensor."""
+        """Return states, the prefix of their keys, and momenta of the tensors of a bucket that may
+        go on by its plan.  ``None``: one is of another kind now.
+
+        Unlike all others this is called in every step, so bindings call no function for each
+        tensor.
+        """
         states = [self.get(name) for name in names]
         for gradient in gradients:
             backend_of(gradient).check_gradient(gradient, in_place=True)
@@ -120,8 +123,8 @@ class Store(abc.ABC):
         return None
 
     def circumstances(self) -> Hashable:
-        """Return what exchanges of this step depend on and only the store knows, beside gradients,
-        states and momenta; ``None`` if steps may differ all the same."""
+        """Return the facts that only the store knows and exchanges of this step depend on, besides
+        gradients, states and momenta.  ``None``: steps may differ all the same."""
         return ()
 
     # -- the ranks -----------------------------------------------------------------------------
@@ -132,8 +135,9 @@ class Store(abc.ABC):
         return own
 
     def numbers(self) -> Terms:
-        """Return what must be the same on all ranks whenever a step begins, and may be about to be
-        loaded or broadcast before: the numbers of the optimizer, and a sample of the weights."""
+        """Return values that must be the same on all ranks whenever a step begins: the numbers of
+        the optimizer, and a sample of the weights.  They may be about to be loaded or broadcast
+        before."""
         return {}
 
     def for_messages(self, like: Array) -> Array:
