@@ -145,8 +145,8 @@ class TopKPlan(InPlacePlan):
     def _kept(self, arrays: Arrays, step: Context) -> Kept | None:
         """Return the place where old states are kept; ``None`` if new ones are not written at once.
 
-        They are not if there is no memory, or if others may still look at the old ones, or if no
-        results are written where gradients are.
+        That needs memory, that nobody still looks at the old ones, and that results are written
+        where gradients are.
         """
         if self.memory is not None or step.sparse or not step.in_place:
             return None

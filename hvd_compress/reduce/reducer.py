@@ -485,7 +485,7 @@ class Reducer:
 
     def _go_on(self, names: tuple[str, ...]) -> Generator[Request, Any, Any] | None:
         """Return the exchange of a bucket by the plan that it has, without asking the method for
-        places of tensors; ``None`` if these may have changed."""
+        places.  ``None``: these may have changed."""
         if self._now is None or names not in self._plans:
             return None
         in_use = self._plans[names]
