@@ -36,12 +36,15 @@ from mpi_examples.study import half_width
 
 #: after a method: a quarter of the steps falls to its density, or a tenth goes before low rank
 WARM_UP = ", warm-up"
+#: before a method: it averages gradients in units of steps, once Adam's second moment is frozen
+FROZEN = "frozen:"
 #: what is tried on each recipe
 METHODS = {
     "bytes": (
         *("none", "bf16", "linear", "fp8", "powersgd:rank=4", "topk:density=0.01"),
         *("topk:density=0.1", "onebit", "onebit_adam", "diloco:sync_every=10"),
         "local_sgd:sync_every=4,compression=topk:density=0.04",
+        *(f"{FROZEN}none", f"{FROZEN}topk:density=0.01"),
     ),
     "bytes-muon": ("none", "bf16", "linear", "powersgd:rank=4"),
     "mnist": (

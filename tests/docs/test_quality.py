@@ -194,6 +194,28 @@ def test_one_bit_adam_is_adamw_before_its_freeze_and_sends_bits_after_it(convex)
     assert sent[8] < sent[7] / 4
 
 
+def test_a_frozen_second_moment_makes_adam_a_linear_optimizer(convex):
+    """So what top-k sends late arrives whole: of equal gradients only the last steps wait."""
+    adam = dataclasses.replace(
+        convex,
+        loss=lambda model, batch: 2 * ((model.weight.sum() + model.bias.sum()) * batch[0].mean(),),
+        optimizer=lambda p, lr: torch.optim.AdamW(p, lr, betas=(0.0, 0.95), weight_decay=0.0),
+    )
+    torch.manual_seed(0)
+    start = dict(adam.model().named_parameters())
+    dense = trained(recipes.Frozen, adam, "frozen:none", 20)
+    sparse = trained(recipes.Frozen, adam, "frozen:topk:density=0.25", 20)
+    for n, w in start.items():
+        waiting = (sparse[n] - dense[n]).abs() / adam.lr
+        assert torch.allclose(waiting, waiting.round(), atol=0.01)
+        assert waiting.round().unique().tolist() == [0, 1, 2, 3], n
+        assert (dense[n] - w).abs().min() > 10 * adam.lr, "it goes on after the freeze"
+    before = trained(recipes.Frozen, dataclasses.replace(adam), "frozen:none", 1)
+    assert all(
+        torch.allclose(before[n], w) for n, w in trained(recipes.Gradients, adam, "none", 1).items()
+    )
+
+
 def test_warm_ups_are_a_part_of_the_steps():
     assert recipes.with_warm_up(f"powersgd:rank=4{WARM_UP}", 1200).start.stage_length == 120
     density = recipes.with_warm_up(f"dgc:density=0.01{WARM_UP}", 1200).density
