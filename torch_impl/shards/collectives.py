@@ -1,5 +1,7 @@
-"""What FSDP2 calls instead of its own collectives, by ``FSDPModule.set_custom_reduce_scatter`` and
-``set_custom_all_gather``: one object of each for a module."""
+"""The collectives that FSDP2 calls instead of its own: one object of each for a module.
+
+They are set by ``FSDPModule.set_custom_reduce_scatter`` and ``set_custom_all_gather``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class Way(NamedTuple):
         inside: of what is sent inside a node.
         wire: the dtype of what is not coded; ``None``: that in which FSDP2 reduces.
         beta: of error feedback; ``None`` for none.
-        reset_every: so many steps what waits is kept; ``None``: for ever.
+        reset_every: the number of steps that errors are kept; ``None``: for ever.
         nodes: ``None``: all ranks are alike.
     """
 
@@ -73,8 +75,10 @@ class _Comm:
 
 
 class ReduceScatter(_Comm):
-    """Sums of the gradients of a module, each rank's own shard: an all-to-all of codes and a sum in
-    float32, or with nodes one inside the node and one between nodes.
+    """Sums of the gradients of a module, each rank's own shard.
+
+    They are an all-to-all of codes and a sum in float32, or with nodes one inside the node and one
+    between nodes.
 
     Attributes:
         step: how many there were.
@@ -135,8 +139,8 @@ class ReduceScatter(_Comm):
         self._count(sent, trained, input_tensor.element_size())
 
     def hops(self, like: torch.Tensor | None = None) -> list[Hop]:
-        """Return what there is for the parameters that are trained now.  What waits of those that
-        were trained before as well stays.
+        """Return what there is for the parameters that are trained now.  Errors of those that
+        were trained before as well stay.
 
         Args:
             like: a gradient; ``None``: as FSDP2 will reduce it.

@@ -56,9 +56,11 @@ class ShardExchange:
         self._gradients, self._parameters = gradients, parameters
 
     def stats(self) -> Stats:
-        """Return the exact bytes so far that this rank has sent to others and got from them, and
-        the norms of what waits, by parameter and in total.  Dense bytes are those that FSDP2 would
-        have sent.  With compressed parameters "NAME, gathered" counts these.
+        """Return the exact bytes so far that this rank has sent to others and got from them.  The
+        norms of the errors that wait are there, too, by parameter and in total.
+
+        Dense bytes are those that FSDP2 would have sent.  With compressed parameters "NAME,
+        gathered" counts these.
         """
         found = {}
         for each in self._gradients:
@@ -169,8 +171,8 @@ def compress_shards(
         fully_shard(model)
         exchange = hvd.compress_shards(model, "linear:bits=4")
 
-    A rank sends every other the code of its shard of the gradients, and adds up what it gets in
-    float32, so sums are rounded nowhere.  What a code leaves out is fed back as in LoCo (Xie et
+    A rank sends every other the code of its shard of the gradients, and adds up the codes that it
+    gets in float32.  So sums are rounded nowhere.  Errors of codes are fed back as in LoCo (Xie et
     al., arXiv 2407.04480).
 
     Args:
@@ -183,13 +185,13 @@ def compress_shards(
             keeps a copy of the whole model.
         exempt: ``exempt(name, parameter)`` says which parameters are sent as they are.  ``None``:
             those of one dimension, and embeddings.
-        residual: "int8" keeps what codes leave out in 8 bits an element and a scale for 512; each
-            rank has that of the whole model.  ``None`` keeps nothing.
+        residual: "int8" keeps errors of codes in 8 bits per element and a scale for 512; each rank
+            has those of the whole model.  ``None`` keeps nothing.
         beta: of LoCo, in [0, 1): the part of what waits that is not fed back in a step.
-        reset_every: after so many steps what waits is dropped; ``None``: never.
+        reset_every: the number of steps after which errors that wait are dropped; ``None``: never.
         nodes: sums are made in two levels, inside nodes by ``inside`` and between nodes by
-            ``compression``: "auto" finds the nodes by host names, a number says how many there are.
-            ``None``: all ranks are alike.
+            ``compression``.  "auto" finds the nodes by host names; a number is theirs.  ``None``:
+            all ranks are alike.
         inside: see ``nodes``.
         replicas: where ``compress_replicas`` averages between replicas, its mesh or group: a
             checkpoint has the average of what waits over them.

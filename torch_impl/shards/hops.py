@@ -19,13 +19,13 @@ class Hop:
     """Sums over the ranks of a group, of rows of numbers.
 
     Error feedback is that of LoCo (Xie et al., arXiv 2407.04480), ``e = beta e + (1 - beta) (h -
-    sent)`` with ``h = g + e``.  What waits is ``r = e / (1 - beta)``: all sums of gradients equal
-    those that were sent and ``r``, until it is reset.  So r is what is kept::
+    sent)`` with ``h = g + e``.  The error that waits is ``r = e / (1 - beta)``: all sums of
+    gradients equal those that were sent and ``r``, until it is reset.  So r is kept::
 
         h = g + (1 - beta) r
         r = beta r + h - sent
 
-    It has eight bits an element and a scale for 512 of them (``RESIDUAL`` of ``rows.py``).
+    It has eight bits per element and a scale for 512 of them (``RESIDUAL`` of ``rows.py``).
 
     Args:
         parts, codec, wire: see :meth:`Row.of`.
@@ -70,8 +70,10 @@ class Hop:
 
     def __call__(self, x: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of this rank's rows over the ranks, times a factor, of shape (rows,
-        elements), in float32; and 0, or NaN if a rank had something to code that is not finite.
-        What waits is what it was before until :meth:`settle`.
+        elements), in float32.
+
+        The second result is 0, or NaN if a rank had something to code that is not finite.  The
+        errors that wait are the old ones until :meth:`settle`.
 
         Args:
             x: (rows * ranks, elements); it may be overwritten.

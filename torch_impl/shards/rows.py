@@ -1,4 +1,4 @@
-"""What one rank sends to another of a module: a row of bytes, with the place of each parameter."""
+"""The bytes that one rank sends to another of a module: a row, with the place of each parameter."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ class Part(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What ranks must agree about, beside the shape."""
+        """The options that ranks must agree about, beside the shape."""
         exempt = " (exempt)" if self.is_exempt else ""
         return f"{self.name} {self.of.sharded_param.dtype}{exempt}"
 
 
 class Place(NamedTuple):
-    """Where a parameter is: its elements in a row of numbers, and its bytes in a row of bytes."""
+    """The place of a parameter: its elements in a row of numbers, and its bytes in a row of
+    bytes."""
 
     span: slice
     bytes: slice

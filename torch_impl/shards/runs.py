@@ -1,5 +1,8 @@
-"""The codes of many runs of one flat array, wherever that is: in host memory by compiled loops, on
-a GPU by kernels that take all runs at once.  Both have the bits of the codecs' NumPy."""
+"""The codes of many runs of one flat array, wherever that is.
+
+In host memory compiled loops make them, on a GPU kernels that take all runs at once.  Both have the
+bits of the codecs' NumPy.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ class Runs(Protocol):
     def read(
         self, codes: torch.Tensor, out: torch.Tensor, add: bool = False, ranks: int = 1
     ) -> None:
-        """Write what codes mean into ``out``, or add it.  Of several ranks, whose codes are end to
-        end, the sum in the order of the ranks."""
+        """Write the values of codes into ``out``, or add them.  If codes of several ranks are end
+        to end, their sum in the order of the ranks."""
 
 
 def runs_of(

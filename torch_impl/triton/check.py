@@ -1,5 +1,5 @@
-"""Whether the loops in Triton run on a GPU and give the bits that they should: a small step of
-top-k, before gradients rely on them."""
+"""A check that the loops in Triton run on a GPU with the bits that they should.  It is a small step
+of top-k, before gradients rely on them."""
 
 from __future__ import annotations
 

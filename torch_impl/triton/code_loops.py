@@ -1,8 +1,8 @@
-"""The loops of :mod:`hvd_compress.kernels.codecs` for tensors in a GPU's memory: each
-kind's way from numbers to codes (uint8), and back, of all tasks of a layout at once.
+"""The loops of :mod:`hvd_compress.kernels.codecs` for tensors in a GPU's memory.
 
-Random numbers are those of the counter-based generator, which each program computes from its place
-in the stream.  The host waits for nothing.
+Each kind turns numbers into codes (uint8), and back, of all tasks of a layout at once.  Random
+numbers are those of the counter-based generator, which each program computes from its place in the
+stream.  The host waits for nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _KINDS = {
 
 
 class Tasks(NamedTuple):
-    """The inputs of an encoding: elements of ``x``; the places in their streams of random numbers,
-    where any are drawn; and notes of each task for the host (int32), which are zeros."""
+    """The inputs of an encoding: elements of ``x``, and the places in their streams of random
+    numbers, if any are drawn.  Notes of each task for the host (int32) are zeros."""
 
     x: torch.Tensor
     layout: Layout

@@ -59,7 +59,7 @@ def _between(x, most):
 
 @triton.jit
 def _float8(size, x, mantissa: tl.constexpr, bias: tl.constexpr):
-    """The bits of a float with so many of them for the significand: to the nearest, ties to
+    """The bits of a float with a number of them for the significand: to the nearest, ties to
     even."""
     cut: tl.constexpr = 23 - mantissa
     bits = size.to(tl.int32, bitcast=True)
@@ -341,10 +341,12 @@ def from_bits(
     code, heads, one, out, tasks, blocks, ranks, row,
     constant: tl.constexpr, paired: tl.constexpr, how: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write one of two levels for each bit, or add it, or take it off: of the ``paired`` heads
-    of its run, where the first bit of a byte is its highest; or the head of the task, or the
-    ``constant`` that is ``one``, and its negative; ``ranks`` and ``row`` as in
-    :func:`from_digits`."""
+    """Write one of two levels for each bit, or add it, or take it off.
+
+    The levels are the ``paired`` heads of its run, where the first bit of a byte is its highest.
+    Otherwise they are the head of the task, or the ``constant`` that is ``one``, and its negative.
+    ``ranks`` and ``row`` are as in :func:`from_digits`.
+    """
     task, block = taken(blocks)
     at = block * width + tl.arange(0, width)
     inside, place = at < short(tasks, task, N), at % 8
@@ -393,7 +395,7 @@ def from_natural(code, out, tasks, blocks, ranks, row, how: tl.constexpr, width:
 @triton.jit
 def mark(notes, runs, frames, places, messages):
     """Write into all messages whether a tensor's values are finite.  ``runs`` are the first one of
-    each tensor, and the one behind its last; ``places`` are those of the messages' flags."""
+    each tensor, and the one after its last; ``places`` are those of the messages' flags."""
     t = tl.program_id(0)
     infinite = 0
     for run in range(tl.load(runs + t), tl.load(runs + t + 1)):

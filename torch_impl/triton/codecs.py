@@ -1,7 +1,7 @@
 """Codecs for tensors in a GPU's memory, in Triton, with the same bits as on the host.
 
-Codes are made where tensors are, and come to the host in one copy, with a note of each tensor
-whether it was finite: the only thing that the host waits for.  What arrives from other ranks is
+Codes are made where tensors are, and come to the host in one copy.  With them comes a note of each
+tensor whether it was finite: the only thing that the host waits for.  Codes of other ranks are
 copied to the GPU as bytes, and decoded or added there.
 """
 
@@ -99,7 +99,7 @@ class Codes:
     def read(
         self, codes: torch.Tensor, out: torch.Tensor, add: bool = False, ranks: int = 1
     ) -> None:
-        """Write what codes on the GPU decode to, or add those of so many ranks one after the
+        """Write the values of codes on the GPU, or add those of several ranks one after the
         other."""
         with torch.cuda.device_of(out):
             loops.decode(self._loops, self.layout, codes, out, ADD if add else WRITE, ranks)
@@ -127,7 +127,7 @@ class Codes:
         return words_of(random) if _draws_zeros(self._loops) else place_of(random)
 
     def _drawn(self, randoms: Sequence[_Random | None]) -> torch.Tensor:
-        """Return the place in its stream of each run, of runs that share a generator one behind the
+        """Return the place in its stream of each run; runs that share a generator are one after the
         other."""
         rows, places, drawn = [], {}, {}
         for random, n in zip(randoms, self.layout.sizes, strict=True):
@@ -183,8 +183,10 @@ class Made:
 
 
 def placed(codec: Codec, like: torch.Tensor) -> CoderOnDevice | None:
-    """Return the codec for flat tensors on the GPU of ``like``; ``None`` where only the host has
-    loops: for float64, and for codecs that NumPy serves."""
+    """Return the codec for flat tensors on the GPU of ``like``.
+
+    ``None``: the host alone has loops, as for float64 and for codecs that NumPy serves.
+    """
     if like.dtype != torch.float32 or not Codes.takes(codec, like.numel()):
         return None
     return CoderOnDevice(codec, like.device)

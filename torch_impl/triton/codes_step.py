@@ -1,9 +1,9 @@
 """The codes of a bucket in a GPU's memory, from gradients to averages, in Triton, with the bits of
 the host.
 
-All tensors of a bucket are copied end to end, and kernels take them at once: what they have to be
-told is the same in every step.  Codes are written where they are sent from.  What is not finite is
-found out on the GPU, and decides there what is sent and written: the host waits for nothing.
+All tensors of a bucket are copied end to end, and kernels take them at once.  Their tables are the
+same in every step.  Codes are written where they are sent from.  Values that are not finite are
+found on the GPU, and decide there what is sent and written: the host waits for nothing.
 """
 
 from __future__ import annotations

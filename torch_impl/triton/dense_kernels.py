@@ -1,6 +1,6 @@
 """The Triton kernels of :mod:`hvd_compress.torch.triton.dense`.
 
-The table of tensors has elements, and where they begin when all are end to end; that of addresses
+The table of tensors has elements, and their beginnings when all are end to end.  That of addresses
 has those of gradients, results and velocities.
 """
 
@@ -68,8 +68,8 @@ def settle(
     kind: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Write a block of the mean, or with a ``kind`` of the direction, and the velocity: 1 with
-    momentum, 2 with Nesterov's.  Where a mean is not finite, it is the direction, and velocities
-    stay, within range."""
+    momentum, 2 with Nesterov's.  A mean that is not finite is the direction, and velocities stay,
+    within range."""
     t, at, inside, start = _block(tensors, blocks, width)
     x = tl.load(total + start + at, mask=inside, other=0.0)
     mean = tl.div_rn(x, tl.full((width,), size, tl.float32))

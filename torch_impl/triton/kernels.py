@@ -2,7 +2,7 @@
 
 A program takes one block: ``width`` elements of one tensor.  ``kept`` has room for the places of
 ``room`` candidates of each block.  Each kernel counts with integers or writes to places that no
-other program writes to, so that results do not depend on the order in which programs run.
+other program writes to.  So results do not depend on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def decide_digit(
     tensors, largest, thresholds, prefixes, missing, histograms,
     shift: tl.constexpr, is_first: tl.constexpr,
 ):  # fmt: skip
-    """Lengthen the prefix of a tensor's k-th largest magnitude by a digit, and say how many of
-    those that begin with it are missing in the selection.  The first digit also predicts the
-    threshold of the next step."""
+    """Lengthen the prefix of a tensor's k-th largest magnitude by a digit.  Say how many of those
+    that begin with it are missing in the selection.  The first digit also predicts the threshold of
+    the next step."""
     t = tl.program_id(0)
     values = tl.arange(0, BINS)
     histogram = tl.load(histograms + t * BINS + values)
@@ -207,8 +207,8 @@ def write_selected(
     tensor_count, kind: tl.constexpr, width: tl.constexpr, room: tl.constexpr,
 ):  # fmt: skip
     """Write the selected entries of a block into the message, in ascending order, the number of the
-    first, and the tensor's largest magnitude.  Of a tensor that is not finite, NaN is selected at
-    the first places."""
+    first, and the tensor's largest magnitude.  A tensor that is not finite has NaN at the first
+    places."""
     block, t, start = _block(tensors, owners, width)
     suffice, size = _to_search(tensors, found, largest, counts, block, t, start, width, room)
     row = tensors + t * _COLUMNS
@@ -253,7 +253,7 @@ def write_selected(
 
 @triton.jit
 def _entries(heads, block, tensor_count, block_count, entries):
-    """From and up to which entry of a message those of a block are; of a damaged message, too, as
+    """The first and last entries of a message that are those of a block.  A damaged message has as
     many as there is room for."""
     at = heads + HEADER + tensor_count + block
     last = tl.load(at + 1, mask=block + 1 < block_count, other=0)
@@ -279,11 +279,12 @@ def move(
     tensor_count, block_count, entries, ranks, row, kind: tl.constexpr, aligned: tl.constexpr,
     masking: tl.constexpr, limited: tl.constexpr, width: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """Write the next velocities and residuals of a block, without what was sent, if all ranks'
-    elements of its tensor are finite, and what they add up to has room.
+    """Write the next velocities and residuals of a block, without the elements that were sent.
 
-    ``everything`` are the messages of all ranks, of ``row`` words each; ``heads``, ``values`` and
-    ``places`` are in this rank's own."""
+    All ranks' elements of its tensor must be finite, and their sum must have room.  ``everything``
+    are the messages of all ranks, of ``row`` words each; ``heads``, ``values`` and ``places`` are
+    in this rank's own.
+    """
     block, t, start = _block(tensors, owners, width)
     at, n = start + tl.arange(0, width), tl.load(tensors + t * _COLUMNS + _N)
     inside = at < n
@@ -331,11 +332,12 @@ def average(
     values_at, values_row, places_at, places_row, size,
     aligned: tl.constexpr, limited: tl.constexpr, width: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """Write the mean of a block of elements: what each rank has sent of it is added in the order of
-    the ranks.  With ``limited`` a tensor is noted whose mean reaches its limit.
+    """Write the mean of a block of elements: the entries of each rank are added in the order of the
+    ranks.  With ``limited`` a tensor is noted whose mean reaches its limit.
 
     ``everything``, ``values`` and ``places`` are the messages of all ranks as words and as numbers
-    of these types: where the first rank's begin, and how far it is to the next rank's."""
+    of these types.  They say where the first rank's begin, and how far it is to the next rank's.
+    """
     block, t, start = _block(tensors, owners, width)
     n = tl.load(tensors + t * _COLUMNS + _N)
     at = start + tl.arange(0, width)

@@ -4,11 +4,11 @@ bits.
 Every kernel runs over all tensors of a bucket, whose addresses are in a table that is uploaded when
 they change.  One pass notes candidates: the elements whose magnitude is at least one that was
 predicted.  Then the k-th largest magnitude of each tensor is found digit by digit (radix selection)
-among its candidates; or among all elements, if there are fewer than k candidates, or in a block
-more than it has room for.  So a prediction changes the time and never the choice.
+among its candidates.  With fewer than k candidates, or more than a block has room for, it is found
+among all elements.  So a prediction changes the time and never the choice.
 
 The message is written where it is sent from, and is read where it arrives: the host waits for
-nothing.  Tensors are divided into blocks, and a block of the results has a program, which adds the
+nothing.  Tensors are divided into blocks.  A block of the results has a program, which adds the
 ranks' entries of that block in the order of the ranks.
 """
 
@@ -55,8 +55,10 @@ _LIMITS = {"float32": np.inf, "float16": 65520.0, "bfloat16": 2.0**128 - 2.0**11
 
 
 class BlockMessage:
-    """The layout of a message: a header, the tensors' largest magnitudes, the number of the first
-    entry of each block (both int32), values, and the entries' places within their blocks (int16).
+    """The layout of a message.
+
+    It has a header, the tensors' largest magnitudes, and the number of the first entry of each
+    block (both int32).  Then come values, and the entries' places within their blocks (int16).
 
     Attributes:
         header: of all messages with this layout.
@@ -88,11 +90,11 @@ class BlockMessage:
 
 
 class TopKStep:
-    """The steps of a bucket: the largest elements of each tensor are sent, and what is sent is
-    averaged.  What is computed is that of :class:`hvd_compress.kernels.reference.Selection`.
+    """The steps of a bucket: the largest elements of each tensor are sent and averaged.
 
-    Columns are those of gradients, results, residuals and, with momentum, velocities; all arrays
-    are tensors on the GPU of ``like``, and states are written in place.
+    Results are those of :class:`hvd_compress.kernels.reference.Selection`.  Columns are those of
+    gradients, results, residuals and, with momentum, velocities.  All arrays are tensors on the GPU
+    of ``like``, and states are written in place.
 
     Args:
         sizes: the elements of each tensor, below 2**31.

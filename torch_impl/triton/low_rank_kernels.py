@@ -1,8 +1,8 @@
 """The Triton kernels of :mod:`hvd_compress.torch.triton.low_rank`.
 
 Sums have the order that :mod:`hvd_compress.kernels.low_rank` defines.  A program reads its own
-tensor's row of the table of matrices, in which ``columns`` is the largest rank of all, or a power
-of two above it.  Products and sums must not be contracted, so kernels are launched with
+tensor's row of the table of matrices.  There ``columns`` is the largest rank of all, or a power of
+two above it.  Products and sums must not be contracted, so kernels are launched with
 ``enable_fp_fusion=False``.
 """
 
@@ -242,8 +242,11 @@ def decide(
     matrices, total, q, alive, largest, unsure, overflows, size,
     columns: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write the mean of Q, given its sum over ``size`` ranks; which of its columns are not zero;
-    and whether P Q^T is not finite, given the largest magnitude of P, or one has to look."""
+    """Write the mean of Q, given its sum over ``size`` ranks, and which of its columns are not
+    zero.
+
+    Also write whether P Q^T is not finite, given the largest magnitude of P, or one has to look.
+    """
     t = tl.program_id(0)
     m, rank, start = _short(matrices, t, _M), _short(matrices, t, _RANK), _field(matrices, t, _Q)
     k = tl.arange(0, columns)[:, None]
@@ -296,9 +299,12 @@ def settle(
     addresses, matrices, blocks, p, q, own, alive, overflows, array: tl.constexpr,
     keeps: tl.constexpr, columns: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of the average P Q^T; and where that is finite of the residual
-    M - P ``own``^T, if it ``keeps`` one, and of the factor, of which columns stay that would be
-    zero for ever.  M is an ``array`` of the table.  Else states stay, within range."""
+    """Write a block of the average P Q^T.
+
+    If that is finite, also write the residual M - P ``own``^T, if it ``keeps`` one, and the factor;
+    columns stay that would be zero for ever.  M is an ``array`` of the table.  Otherwise states
+    stay, within range.
+    """
     t, block = taken(blocks)
     n, m, rank = _short(matrices, t, _N), _short(matrices, t, _M), _short(matrices, t, _RANK)
     p, start, lane = p + _field(matrices, t, _P), _field(matrices, t, _Q), tl.arange(0, width)

@@ -1,7 +1,7 @@
 """Random numbers in Triton: those of NumPy's counter-based generator, from any place in its stream.
 
-A place is an array of seven integers: the key (two), the counter (four), and how many halves of
-words are drawn of the block there; see :func:`hvd_compress.kernels.codecs.place_of`.
+A place is an array of seven integers: the key (two), the counter (four), and the halves of words
+that are drawn of the block.  See :func:`hvd_compress.kernels.codecs.place_of`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _halves(word):
 
 @triton.jit
 def drawn(stream, block, n, draws: tl.constexpr, width: tl.constexpr):
-    """The elements of a block of a task, whether they exist, and a random number from 0 to 1 (24
-    bits) for each, if any are drawn."""
+    """The elements of a block of a task, and whether they exist.  A random number from 0 to 1 (24
+    bits) comes with each, if any are drawn."""
     at = block * width + tl.arange(0, width)
     number = tl.zeros((width,), tl.float32)
     if draws:

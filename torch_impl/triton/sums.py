@@ -39,8 +39,8 @@ def sums(
 def of_sums(
     found: torch.Tensor, layout: Layout, out: torch.Tensor, kind: Any, clip: float | None = None
 ) -> None:
-    """Write what ``kind`` makes of the sum of each run where its head is in ``out`` (float32); or,
-    if there is something to ``clip`` by, one after the other."""
+    """Write the result that ``kind`` makes of the sum of each run where its head is in ``out``
+    (float32). If there is something to ``clip`` by, they are one after the other."""
     bits = np.float64(clip or 0.0).view(np.int64).item()
     kernels.of_sums[_programs(found)](
         *(found, out, layout.runs, found.numel(), bits),
@@ -52,7 +52,7 @@ def of_sums(
 
 
 def limits_of(x: torch.Tensor, layout: Layout, clip: float) -> torch.Tensor:
-    """Return so many standard deviations of each run, which is all of its task; Inf where its
+    """Return a number of standard deviations of each run, which is all of its task; Inf if its
     elements are alike."""
     found = sums(x, layout, kernels.PLAIN)
     means, limits = torch.empty_like(found), torch.empty_like(found, dtype=torch.float32)

@@ -1,6 +1,6 @@
 """Places of the elements and codes of many tensors, for kernels that take them all at once.
 
-A *task* is a run of elements of one code, such as a tensor or a rank's shard of it: they are
+A *task* is a run of elements of one code, such as a tensor or a rank's shard of it.  They are
 anywhere in one flat array, and their code is anywhere in an array of bytes.  A program takes one
 block of one task, and finds both in tables, which are made once for the tensors of a bucket.
 """
@@ -28,8 +28,11 @@ _SKEW = 7
 
 
 class Span(NamedTuple):
-    """A task: its elements, from ``start`` to ``stop``; how many of them have heads in common, and
-    how many heads (float32) each run of these has; and the bytes behind all heads."""
+    """A task: its elements, from ``start`` to ``stop``, and the bytes after all heads.
+
+    It also has the number of elements that share heads, and that of heads (float32) of each such
+    run.
+    """
 
     start: int
     stop: int
@@ -78,7 +81,7 @@ class Layout:
 
     @functools.cached_property
     def packed(self) -> torch.Tensor:
-        """The blocks of programs that take bytes behind heads."""
+        """The blocks of programs that take bytes after heads."""
         return self._blocks(self._rows[:, SIZE.value], WIDTH)
 
     @functools.cached_property
@@ -88,16 +91,18 @@ class Layout:
 
     @functools.cached_property
     def runs(self) -> torch.Tensor:
-        """For each run, the place of its first head, how many elements its task has, and how many
-        it has itself (int64)."""
+        """The place of the first head of each run, the number of elements of its task, and its own
+        (int64)."""
         task, number, start, stop = self._of_runs()
         place = self._rows[task, HEADS.value] + number * self._heads[task]
         return self._table(np.stack([place, self._rows[task, N.value], stop - start], 1))
 
     @functools.cached_property
     def levels(self) -> list[torch.Tensor]:
-        """The parts that are added up, and the parts of these sums, up to one a run: of each block
-        from and up to which element it goes, its task, and its run (int64)."""
+        """The parts that are added up, and the parts of these sums, up to one per run.
+
+        Each block has its first element and its end, its task, and its run (int64).
+        """
         task, _, start, stop = self._of_runs()
         levels = []
         while True:
@@ -126,8 +131,8 @@ class Layout:
 
 
 class Table:
-    """Rows in the memory of the GPU of ``like``, which are uploaded when they change: addresses,
-    which are those of the last step most often, say."""
+    """Rows in the memory of the GPU of ``like``, such as addresses.  They are uploaded when they
+    change, and are those of the last step most often."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self._like, self._known, self._uploaded = like, np.empty(0), like
@@ -151,6 +156,6 @@ def blocks_of(sizes: np.ndarray, width: int, device: torch.device) -> torch.Tens
 
 
 def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for so many parts of each of some wholes, the whole of each and its number there."""
+    """Return, for the parts of some wholes, the whole of each and its number there."""
     whole = np.repeat(np.arange(len(counts)), counts)
     return whole, np.arange(len(whole)) - np.repeat(np.cumsum(counts) - counts, counts)
