@@ -301,8 +301,8 @@ def settle(
 ):  # fmt: skip
     """Write a block of the average P Q^T.
 
-    If that is finite, also write the residual M - P ``own``^T, if it ``keeps`` one, and the factor;
-    columns stay that would be zero for ever.  M is an ``array`` of the table.  Otherwise states
+    If that is finite, also write the residual M - P ``own``^T, if it ``keeps`` one, and the factor.
+    Columns stay that would be zero for ever.  M is an ``array`` of the table.  Otherwise states
     stay, within range.
     """
     t, block = taken(blocks)
