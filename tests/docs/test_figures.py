@@ -1,0 +1,269 @@
+"""Each measured figure in a table of a page can be measured again, or a test holds it.
+
+A table of figures has, in its section or in the beginning of its page, one of
+
+- a comment that names the test that holds it, or the script that writes it:
+  ``<!-- held by tests/docs/test_docs.py::test_... -->``, ``<!-- medians, by benchmarks/... -->``;
+- a command of the repository that shows it again, and the month in which it was measured. A link
+  whose text is "command" leads to the section that has the command.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hvd_compress.cli.main import main
+from hvd_compress.systems.graphs import as_topology, second_eigenvalue
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", "CONTRIBUTING.md"]
+PAGES += sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))
+
+UNIT = r"(?:(?:ms|us|s|x|[kKMG]i?B|B|points)\b|%)"
+#: a cell that begins with a number, its spread and its unit, and goes on with a remark at most
+FIGURE = re.compile(rf"\**[+-]?\d[\d.,]*( ± [\d.]+)?( ?{UNIT})?\**(\\\*)?([,;(] ?.*| \(.*\))?")
+DATE = re.compile(
+    r"\b(January|February|March|April|May|June|July|August|September|October|November|December)"
+    r"\s20\d\d\b"
+)
+#: tables of numbers that nobody measured, by page and first words of the head, with the reason
+NOT_MEASURED = {
+    ("README.md", "| | tested |"): "versions",
+    ("docs/trainers.md", "| package |"): "versions",
+    ("docs/mpi.md", "| `algorithm` |"): "rounds, by formula",
+    ("docs/sparse-collectives.md", "| function |"): "rounds, by formula",
+    ("docs/biased-compression.md", "| operator |"): "proved constants",
+    ("docs/decentralized.md", "| `method=` |"): "numbers of states and messages",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a page; ``text`` is that of its section and of the beginning of the page."""
+
+    page: str
+    head: str
+    rows: tuple[str, ...]
+    text: str
+
+    def figures(self) -> list[str]:
+        """Its cells that are figures; defaults of options are none."""
+        heads = [head.strip() for head in self.head.strip("|").split("|")]
+        rows = ([cell.strip() for cell in row.strip("|").split("|")] for row in self.rows)
+        cells = (cell for row in rows for cell in zip(heads[1:], row[1:], strict=False))
+        return [cell for head, cell in cells if FIGURE.fullmatch(cell) and head != "default"]
+
+    def exempt(self) -> list[tuple[str, str]]:
+        """The exceptions that it is one of."""
+        return [(p, h) for p, h in NOT_MEASURED if p == self.page and self.head.startswith(h)]
+
+
+def sections(page: str) -> list[tuple[str, str]]:
+    """Heading and own text of each section; a comment in a program is no heading."""
+    code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    text = code.sub(lambda found: found[0].replace("\n#", "\n #"), page)
+    parts = re.split(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return [*zip(parts[1::2], parts[2::2], strict=True)]
+
+
+def tables(page: str, text: str) -> Iterator[Table]:
+    """The tables of a page that have more than one figure."""
+    parts = sections(text)
+    for heading, own in parts:
+        around = own if heading == parts[0][0] else f"{parts[0][1]}\n{own}"
+        for found in re.findall(r"(?:^\|.*\n?)+", own, re.MULTILINE):
+            head, *rows = found.strip().splitlines()
+            table = Table(page, head, tuple(rows[1:]), around)
+            if len(table.figures()) > 1:
+                yield table
+
+
+def of_pages() -> list[Table]:
+    return [table for page in PAGES for table in tables(page, (ROOT / page).read_text())]
+
+
+def defines(file: Path, name: str) -> bool:
+    tree = ast.parse(file.read_text())
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree))
+
+
+def holders(table: Table) -> list[str]:
+    """What writes or holds the table: files, or tests in them that know the page."""
+    found = []
+    for file, law in re.findall(r"<!-- .*?by ([\w/.]+\.py)(?:::(\w+))? -->", table.text):
+        path = ROOT / file
+        assert path.is_file(), f"{table.page}: there is no {file}"
+        if law:
+            assert defines(path, law), f"{table.page}: {file} has no {law}"
+            assert Path(table.page).stem in path.read_text(), f"{file} does not read {table.page}"
+        found.append(law or file)
+    return found
+
+
+def commands(table: Table) -> list[str]:
+    """The commands of the repository that the table's text names."""
+    text = table.text
+    for page, anchor in re.findall(r"\[command\]\(([\w.-]*)#([\w-]+)\)", text):
+        there = ((ROOT / table.page).parent / page).read_text() if page else text
+        of = {heading.lower().replace(" ", "-"): own for heading, own in sections(there)}
+        text += of[anchor]
+    found = []
+    programs = r"python(?: -m ([\w.]+)| ((?:benchmarks|tests|mpi_examples|scripts)/[\w/]+\.py))"
+    for module, file in re.findall(programs, text):
+        path = ROOT / (file or module.replace(".", "/"))
+        there = [path, path.with_suffix(".py"), path / "__main__.py"]
+        assert any(own.is_file() for own in there), f"{table.page}: no {module or file}"
+        found.append(module or file)
+    for name in re.findall(r"\bhvd-compress (\w+)", text):
+        with pytest.raises(SystemExit) as end:
+            main([name, "--help"])
+        assert end.value.code == 0, f"{table.page}: there is no command {name}"
+        found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("table", of_pages(), ids=lambda t: f"{t.page} {t.head[:50]}")
+def test_figures_are_held_or_can_be_measured_again(table, capsys):
+    if not table.exempt() and not holders(table):
+        assert commands(table), "the section names neither a command nor who holds the figures"
+        assert DATE.search(table.text), "the section does not say when they were measured"
+
+
+def test_exceptions_are_needed():
+    assert {own for table in of_pages() for own in table.exempt()} == {*NOT_MEASURED}
+    assert not [table for table in of_pages() if table.exempt() and holders(table)]
+
+
+def test_this_test_would_notice():
+    row = "| | time |\n|---|---|\n| a | 5 ms |\n| b | 6.5 ± 0.1 % |\n"
+    text = "# A\n\nBegin\n\n## B\n\n```python\n# no heading\n```\n" + row
+    [table] = tables("README.md", text)
+    assert table.figures() == ["5 ms", "6.5 ± 0.1 %"]
+    assert (holders(table), commands(table), DATE.search(table.text)) == ([], [], None)
+    with pytest.raises(AssertionError, match=r"no mpi_examples\.never"):
+        commands(Table("README.md", "", (), "python -m mpi_examples.never"))
+    with pytest.raises(AssertionError, match=r"there is no tests/never\.py"):
+        holders(Table("README.md", "", (), "<!-- held by tests/never.py::test_a -->"))
+    law = "<!-- held by tests/docs/test_figures.py::test_never -->"
+    with pytest.raises(AssertionError, match="has no test_never"):
+        holders(Table("README.md", "", (), law))
+    assert [*tables("a.md", "# A\n| | b |\n|---|---|\n| c | one step of 5 ms |\n")] == []
+
+
+def cells(page: str, section: str) -> dict[str, list[str]]:
+    """The rows of a section's tables, by their first cells."""
+    own = dict(sections((ROOT / page).read_text()))[section]
+    rows = [line.strip("|").split("|") for line in own.splitlines() if line.startswith("|")]
+    return {first.strip(): [cell.strip() for cell in rest] for first, *rest in rows}
+
+
+def test_times_on_a_gpu_are_repeated():
+    """docs/advise.md has those of docs/performance.md with a busy backward, in whole ms."""
+    busy = {name: row[1] for name, row in cells("docs/performance.md", "Times on a GPU").items()}
+    busy["PyTorch's PowerSGD"] = busy["PyTorch's hook: PowerSGD, rank 2"]
+    here = cells("docs/advise.md", "On a GPU")
+    names = ["`fp16`", *here["`fp16`"]]
+    [(first, *figures)] = [[name, *row] for name, row in here.items() if name.isdigit()]
+    assert [first, *figures] == [f"{round(float(busy[name]))}" for name in names]
+
+
+def test_times_with_slow_workers(capsys):
+    main(["stragglers"])
+    said = re.findall(r"^(\w[\w ]*?) +32 +(.*)$", capsys.readouterr().out, re.MULTILINE)
+    rows = cells("docs/training/stragglers.md", "Waiting for slow workers")
+    assert len(said) == 4
+    for name, figures in said:
+        assert rows[name] == figures.split()
+
+
+def test_gaps_of_topologies():
+    rows = cells("docs/decentralized.md", "Topologies")
+    gaps = {name: row[1] for name, row in rows.items() if FIGURE.fullmatch(row[1])}
+    assert len(gaps) == 7
+    for name, gap in gaps.items():
+        topology = as_topology(re.search(r'"(.*?)"', name)[1])
+        expected = 1 - second_eigenvalue(topology.weights(16))
+        assert gap == f"{expected:.{len(gap[2:])}f}", name
+
+
+#: cells of docs/accuracy.md: section, row and column after the row's name
+Cell = tuple[str, str, int]
+ONE_BIT: Cell = ("AdamW", "`onebit_adam`", 1)
+DGC: Cell = ("MNIST", "`dgc:density=0.001, warm-up`", 1)
+LINEAR: tuple[Cell, ...] = (("MNIST", "`linear`", 1), ("AdamW", "`linear`", 1))
+TOP_K: Cell = ("AdamW", "`topk:density=0.01`", 1)
+POWER_SGD: Cell = ("AdamW", "`powersgd:rank=4`", 1)
+DENSE: Cell = ("AdamW", "`none`", 0)
+#: what pages repeat of docs/accuracy.md: how they say it, and what stands there
+REPEATED: list[tuple[str, str, tuple[Cell, ...]]] = [
+    ("README.md", "MNIST: {:.2f} points; text with AdamW: {:.2f} % of the loss", LINEAR),
+    ("README.md", "MNIST: {:.2f} points; on a GPU", (("MNIST", "`powersgd:rank=2`", 1),)),
+    ("README.md", "| MNIST: {:.2f} points |", (("MNIST", "`topk:density=0.01`", 1),)),
+    ("README.md", "MNIST: {:.2f} points; text: perplexity", (DGC,)),
+    ("README.md", "lost {:.0f} % of the loss and PowerSGD {:.0f} %", (TOP_K, POWER_SGD)),
+    ("docs/methods.md", "MNIST: {:.2f} points; text: {:.2f} % of the loss", LINEAR),
+    ("docs/methods.md", "MNIST: {:.2f} points; text: perplexity", (DGC,)),
+    ("docs/methods.md", "| text: {:.2f} % of the loss", (ONE_BIT,)),
+    ("docs/methods/linear.md", "{:.2f} points with SGD on MNIST, {:.2f} % of the loss", LINEAR),
+    ("docs/methods/onebit-adam.md", "it lost {:.1f} % of AdamW's loss", (ONE_BIT,)),
+    ("docs/methods/powersgd.md", "rank 4 lost {:.0f} % of the loss", (POWER_SGD,)),
+    ("docs/methods/quantisers.md", "ended at {:.2f} bits per byte, dense training at {:.2f}",
+     (("AdamW", "`onebit`", 0), DENSE)),
+    ("docs/methods/topk.md", "at 1 % it lost {:.0f} % of the loss", (TOP_K,)),
+    ("docs/training/choosing.md", "bits lost {:.2f} points with SGD, {:.2f} % of the loss", LINEAR),
+    ("docs/training/choosing.md", "{:.2f} bits per byte, dense {:.2f}",
+     (("AdamW", "`diloco:sync_every=10`", 0), DENSE)),
+    ("docs/training/choosing.md", "perplexity 22.87, dense {:.2f}",
+     (("Digits and words", "LSTM, perplexity", 0),)),
+    ("docs/training/local-sgd.md", "perplexity of {:.2f} ±",
+     (("Digits and words", "LSTM, perplexity", 0),)),
+    ("docs/training/local-sgd.md", "ends at {:.2f} ± 0.53 %",
+     (("Digits and words", "digits, accuracy", 0),)),
+]  # fmt: skip
+#: what they repeat of sentences there
+SPREAD = r"spread between seeds, ([\d.]+ to [\d.]+ points)"
+OF_DGC = r"ends at ([\d.]+), where the dense run has ([\d.]+\d)"
+#: a loss in a sentence
+LOSS = re.compile(r"\d[\d.]* (?:points|bits per byte|% of the loss)|perplexity (?:of )?\d[\d.]*\d")
+#: pages that have losses of their own, with their tables
+OWN = ("methods/dgc.md", "training/local-sgd.md", "training/large-batch.md", "measures.md")
+#: losses that are none, by page
+NO_LOSS = {"docs/advise.md": ["0.2 points"]}  # a tolerance
+
+
+def text_of(page: str) -> str:
+    return " ".join((ROOT / page).read_text().split())
+
+
+def repeated() -> dict[str, list[str]]:
+    """What each page has to say, by docs/accuracy.md."""
+    found: dict[str, list[str]] = {}
+    for page, words, places in REPEATED:
+        figures = [cells("docs/accuracy.md", section)[row][at] for section, row, at in places]
+        numbers = [float(re.match(r"[+-]?[\d.]+", figure)[0]) for figure in figures]
+        found.setdefault(page, []).append(words.format(*numbers))
+    page = text_of("docs/accuracy.md")
+    found["README.md"].append(f"between seeds is {re.search(SPREAD, page)[1]}")
+    of_dgc = "perplexity {}, dense {}".format(*re.search(OF_DGC, page).groups())
+    for own in ("README.md", "docs/methods.md"):
+        found[own].append(of_dgc)
+    return found
+
+
+def test_pages_repeat_the_losses_of_the_page_of_accuracy():
+    for page, words in repeated().items():
+        assert [own for own in words if own not in text_of(page)] == [], page
+
+
+@pytest.mark.parametrize("page", [own for own in PAGES if not own.endswith(("accuracy.md", *OWN))])
+def test_a_loss_in_a_page_is_one_of_accuracy(page):
+    """Or that of a page with a table of its own, which ``REPEATED`` lists."""
+    known = repeated().get(page, []) + NO_LOSS.get(page, [])
+    losses = LOSS.findall(text_of(page))
+    assert [loss for loss in losses if not any(loss in own for own in known)] == []
