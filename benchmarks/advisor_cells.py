@@ -1,4 +1,4 @@
-"""What steps really take, beside what the advisor says, and what its choice would have lost.
+"""The measured times of steps, beside what the advisor says, and what its choice would have lost.
 
     sudo .venv/bin/python tests/cluster --hosts 2 --rate 1gbit -- python benchmarks/advisor_cells.py
 

@@ -1,4 +1,4 @@
-"""What methods make of real gradients in one step: error and bits, side by side.
+"""Methods on real gradients in one step: error and bits, side by side.
 
     python -m benchmarks.codec_errors --json benchmarks/codec_errors.json
 

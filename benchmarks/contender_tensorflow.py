@@ -1,4 +1,4 @@
-"""What ``steps.py`` times under TensorFlow."""
+"""The contender that ``steps.py`` times under TensorFlow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``steps.py`` times under PyTorch."""
+"""The contenders that ``steps.py`` times under PyTorch."""
 
 from __future__ import annotations
 

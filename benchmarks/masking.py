@@ -7,10 +7,9 @@
 
 Trains a network of three layers on MNIST, and the LSTM of mpi_examples/accuracy.py on text, all
 ranks in this process.  DGC clears the velocity of what it sends (masking), so the more it sends,
-the less momentum there is; dense training without momentum is the limit.  What was trained is kept
-in ``--results`` and not trained again; with ``--load`` nothing is trained.  ``--overview`` prints
-the table of docs/methods/dgc.md.
-"""
+the less momentum there is; dense training without momentum is the limit.  Results are kept in
+``--results`` and not trained again; with ``--load`` nothing is trained.  ``--overview`` prints the
+table of docs/methods/dgc.md."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ class Cell(NamedTuple):
     hidden: str = "64-32"  # widths of the layers between, on MNIST
 
     def key(self, seed: int) -> str:
-        """What a run depends on."""
+        """The options that a run depends on."""
         options = {name: value for name, value in self._asdict().items() if name != "label"}
         return " ".join(f"{name}={value}" for name, value in (options | {"seed": seed}).items())
 

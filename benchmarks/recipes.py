@@ -170,7 +170,7 @@ class Gradients:
         self.world = World(method, RANKS, fused=True)
 
     def own(self, batch: Sequence[Batch]) -> Iterator[dict[str, Any]]:
-        """Of every rank."""
+        """The gradients of every rank."""
         for mine in batch:
             self.model.zero_grad()
             self.recipe.loss(self.model, mine)[0].backward()

@@ -1,4 +1,4 @@
-"""What the advisor's choices lose, over networks, models and times of backward.
+"""The loss of the advisor's choices, over networks, models and times of backward.
 
     python benchmarks/regret.py
 

@@ -1,4 +1,5 @@
-"""What ``hvd.compress_shards`` costs and saves beside PyTorch's own FSDP2, of four ranks over Gloo.
+"""Costs and savings of ``hvd.compress_shards`` against PyTorch's own FSDP2, with four ranks over
+Gloo.
 
     python -m benchmarks.shards quality              # loss of the transformer of quality.py
     sudo .venv/bin/python -m tests.cluster --hosts 2 --ranks-per-host 2 --rate 1gbit -- \\

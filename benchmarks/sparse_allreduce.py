@@ -60,7 +60,7 @@ largest = np.argpartition(np.abs(gradient), n - k)[n - k :]
 
 
 def chosen_in(step: int) -> Sparse:
-    """Of another gradient in every step, which is shifted instead of drawn anew."""
+    """The entries of another gradient in every step, which is shifted instead of drawn again."""
     shift = 7919 * (step + 1) * (world.rank + 1)
     indices = np.sort((largest + shift) % n)
     return Sparse(indices, gradient[(indices - shift) % n])

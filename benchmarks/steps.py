@@ -11,7 +11,7 @@ makes of this machine.  Every row gets the same random gradients in the model's 
 backward that takes one multiplication a tensor, and sleeps so that it takes --backward; the slowest
 rank counts.  Rows take turns, in another order each round, so that the machine's load and caches
 hit all alike; one that has used up its --budget waits for the others.
-Of large models, --together limits the rows that are there at a time.
+With large models, --together limits the rows that are there at a time.
 
 "backward" is in all rows, and "beyond" what a row takes beyond it.  Its floor is the time of
 "stream", what every rank has to read and write for momentum and residuals, for methods with a

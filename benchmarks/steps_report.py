@@ -1,4 +1,4 @@
-"""What ``steps.py`` has measured: rows in a file, tables and a picture."""
+"""The measurements of ``steps.py``: rows in a file, tables and a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compression does to accuracy: digits and texts, every method from several seeds.
+"""Accuracy with compression: digits and texts, every method from several seeds.
 
     python -m mpi_examples.accuracy
     python -m mpi_examples.accuracy --tasks lstm --compression dgc topk --density 0.01 --seeds 3
@@ -6,7 +6,7 @@
 
 All ranks are inside one process, one after the other (``hvd_compress.engines.lockstep``), which on
 one machine takes a fraction of a job's time.  Models and data are those of train_digits.py and
-train_text.py.  What was trained is kept in ``--results`` and not trained again.
+train_text.py.  Results are kept in ``--results`` and not trained again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Batch = list[Any]  # of every rank
 
 
 class Settings(NamedTuple):
-    """Of one task; the command line can replace each."""
+    """The options of one task; the command line can replace each."""
 
     lr: float
     epochs: int
@@ -147,7 +147,7 @@ class Wanted(NamedTuple):
 
 
 def train(run: Wanted) -> dict[str, Any]:
-    """What a run ends with, what it had after each epoch, and the bytes that rank 0 sent: a step,
+    """The result of a run, what it had after each epoch, and the bytes that rank 0 sent: a step,
     and in the last."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
@@ -209,7 +209,7 @@ class Trainer:
         )
 
     def gradients(self, batch: Batch) -> Iterator[dict[str, Any]]:
-        """Of every rank."""
+        """The batches of every rank."""
         for loss in self.task.losses(batch):
             for p in self.parameters.values():
                 p.grad = None

@@ -1,4 +1,5 @@
-"""What the PyTorch examples give to ``hvd.DistributedOptimizer``, and how the learning rate goes.
+"""The arguments of the PyTorch examples for ``hvd.DistributedOptimizer``, and how the learning rate
+goes.
 
 Only ranks import this: it imports Horovod.
 """

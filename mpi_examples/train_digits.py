@@ -4,8 +4,8 @@
     python -m mpi_examples.train_digits --compression dgc topk --density 0.01 --epochs 10
     horovodrun -np 16 -H node1:8,node2:8 python -m mpi_examples.train_digits
 
-What turns data-parallel training with Horovod into compressed training is marked with (1) to (4).
-"""
+The lines that turn data-parallel training with Horovod into compressed training are marked with (1)
+to (4)."""
 # ruff: noqa: E402  A process that is no rank need not load Horovod.
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
     python -m mpi_examples.train_digits_keras --over mpi
     horovodrun -np 16 -H node1:8,node2:8 python -m mpi_examples.train_digits_keras
 
-The same job as in train_digits.py.  What turns ``model.fit`` into compressed data-parallel training
-is marked with (1) to (4).
-"""
+The same job as in train_digits.py.  The lines that turn ``model.fit`` into compressed data-parallel
+training are marked with (1) to (4)."""
 # ruff: noqa: E402  A process that is no rank need not load TensorFlow.
 
 from __future__ import annotations

@@ -6,9 +6,8 @@
     python -m mpi_examples.train_text --data ~/ptb --width 650 --dropout 0.5 --epochs 40
     horovodrun -np 16 -H node1:8,node2:8 python -m mpi_examples.train_text
 
-``--data`` reads Penn Treebank from its usual files.  What an LSTM asks of a user beyond
-train_digits.py is marked with (1) to (3).
-"""
+``--data`` reads Penn Treebank from its usual files.  The lines that an LSTM needs beyond
+train_digits.py are marked with (1) to (3)."""
 # ruff: noqa: E402  A process that is no rank need not load Horovod.
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def batches(text: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @torch.no_grad()
 def perplexity(model: torch.nn.Module, text: np.ndarray) -> float:
-    """Of the whole text; every rank reads its part."""
+    """The batches of the whole text; every rank reads its part."""
     model.eval()
     total, words, state = 0.0, 0, None
     for word, following in batches(text):

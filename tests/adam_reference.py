@@ -8,7 +8,7 @@ import numpy as np
 
 
 def one_bit(x: np.ndarray, norm: str = "l1") -> np.ndarray:
-    """What one bit an element and a scale say of x."""
+    """The values that one bit per element and a scale stand for."""
     if not x.size:
         return x
     scale = np.abs(x).mean() if norm == "l1" else np.sqrt(np.square(x).mean())

@@ -170,7 +170,8 @@ def checkpoints_go_on() -> None:
 
 
 def a_checkpoint_may_have_all_ranks() -> None:
-    """Who loads its own goes on with the same bits, and another number of ranks gets the mean."""
+    """A rank that loads its own goes on with the same bits, and another number of ranks gets the
+    mean."""
     model, state = _distributed("topk:density=0.05", residuals="ranks")
     _train(model, range(3))
     weights, saved = copy.deepcopy(model.module.state_dict()), state.state_dict()

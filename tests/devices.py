@@ -1,4 +1,4 @@
-"""Where models and batches of jobs are, and what exchanges them: SCENARIOS_DEVICE=cuda has the
+"""The devices of models and batches of jobs, and what exchanges them: SCENARIOS_DEVICE=cuda has the
 ranks share a GPU, which NCCL, SCENARIOS_BACKEND=nccl, refuses to more than one."""
 
 import os

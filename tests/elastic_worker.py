@@ -37,7 +37,7 @@ state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, phase=0
 
 
 def kept() -> list[torch.Tensor]:
-    """What all must begin with that meet anew."""
+    """The values that all must begin with that meet again."""
     own = [] if method == "diloco" else [optimizer.compression.store.state_of(model[0].weight)]
     return [*model.parameters(), *(x for entries in own for _, x in sorted(entries.items()))]
 

@@ -83,7 +83,8 @@ def torchrun(ranks: int) -> list[str]:
 
 
 def variables(controller: str) -> dict[str, str]:
-    """What ``run`` needs beside ``launcher``: the library for mpi4py, if it is not Open MPI's."""
+    """The variables that ``run`` needs beside ``launcher``: the library for mpi4py, if it is not
+    Open MPI's."""
     if controller == "mpich":
         return {"MPI4PY_LIBMPI": str(MPICH / "lib" / "libmpi.so.12")}
     return {}
@@ -173,9 +174,9 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 @functools.cache
 def sleeping_waits() -> dict[str, str]:
-    """What lets waiting ranks sleep: a third of the time of jobs on few cores is spent in waits,
-    above all those of Horovod's thread, which waits for the other ranks in every cycle.  Without
-    a C compiler, jobs take longer."""
+    """The variables that let waiting ranks sleep: a third of the time of jobs on few cores is spent
+    in waits, above all those of Horovod's thread, which waits for the other ranks in every cycle.
+    Without a C compiler, jobs take longer."""
     if not (sys.platform == "linux" and shutil.which("cc")):
         return {}
     if os.environ.get("LD_PRELOAD"):

@@ -87,7 +87,7 @@ def forward(weights: dict[str, np.ndarray], x: np.ndarray) -> list[np.ndarray]:
 def gradients_of(
     weights: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Of the mean loss of every rank's batch; the first dimension is the rank."""
+    """The gradients of the mean loss of every rank's batch; the first dimension is the rank."""
     layers, found = forward(weights, x), {}
     z = layers.pop()
     gradient = np.exp(z - z.max(-1, keepdims=True))

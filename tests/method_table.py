@@ -70,7 +70,7 @@ TRAINED: dict[str, Any] = {"tolerance": 1e-5, "agreement": 0.02}
 
 
 def plain_feedback(gradient: Any, state: dict[str, Any], context: Any) -> Any:
-    """What goes in, or waits, while the residual waits in some steps."""
+    """The input, or what waits, while the residual waits in some steps."""
     return backend_of(gradient).widen(gradient) + state["residual"]
 
 

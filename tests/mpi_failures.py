@@ -85,7 +85,7 @@ def a_rank_does_not_come_to_mpis_own() -> None:
 
 
 def a_rank_does_not_come_to_make_one() -> None:
-    """Of a communicator of the user's, and of ours, where we may say who is missing."""
+    """The error of a communicator of the user's, and of ours, where we may say who is missing."""
     comm, theirs = mpi.Communicator(timeout=TIMEOUT), mpi.MPI.COMM_WORLD.Dup()
     if comm.rank == CULPRIT:
         time.sleep(300)
@@ -147,7 +147,7 @@ def a_rank_has_an_error_of_its_own() -> None:
 
 
 def a_rank_takes_fewer_steps() -> None:
-    """Of training over a graph."""
+    """A failure in training over a graph."""
     engine = mpi.MpiEngine(mpi.Communicator(timeout=TIMEOUT))
     coordinator = Coordinator(Diffusion("cycle"), engine)
 

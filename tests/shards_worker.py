@@ -95,7 +95,7 @@ def _assert_close(found, expected, rtol=1e-5, atol=1e-6):
 
 
 def gradients_are_those_of_fsdp2_but_for_the_codes() -> None:
-    """What is exempt is exact, and what is coded is off by half a level of each rank at most."""
+    """Exempt parameters are exact, and coded ones are off by half a level of each rank at most."""
     expected = _gradients(_sharded())
     for method, level in {"none": 0, "linear": 254, "linear:bits=4": 14, FP8: 16}.items():
         model = _sharded()
@@ -353,7 +353,7 @@ def nan_reaches_every_rank_and_no_state() -> None:
 
 
 def _spoil(bad):
-    """Of the gradient that comes out of a module, on one rank."""
+    """The norm of the gradient that comes out of a module, on one rank."""
 
     def hook(module, inputs, outputs):
         return (inputs[0] * (bad if dist.get_rank() == 1 else 1),)

@@ -53,7 +53,7 @@ class _Stopped(BaseException):
 
 
 class Request:
-    """Of one message, or of this rank's part in a collective."""
+    """A request of one message, or of this rank's part in a collective."""
 
     def __init__(self, simulation: Simulation, count: int = 0) -> None:
         self.simulation, self.rank = simulation, simulation.current
@@ -124,7 +124,7 @@ def _bytes(array: Any) -> np.ndarray:
 
 
 class _Group:
-    """What the handles of one communicator have in common."""
+    """The part that the handles of one communicator share."""
 
     def __init__(self, members: list[int]) -> None:
         self.members = members  # of the world, by their rank here
@@ -413,7 +413,7 @@ class Simulation:
         return request
 
     def line(self, comm: Comm, source: int, tag: int) -> collections.deque[tuple[bool, _Message]]:
-        """What is not matched yet of the messages from ``source`` to the rank of ``comm``."""
+        """The messages that are not matched yet from ``source`` to the rank of ``comm``."""
         return self._unmatched.get((comm.group, source, comm.rank, tag), collections.deque())
 
     def _deliver(self, pair: tuple[_Message, _Message]) -> None:
@@ -510,7 +510,7 @@ class Simulation:
         simulation = self
 
         class Library:
-            """What the package uses of ``mpi4py.MPI``."""
+            """The part of ``mpi4py.MPI`` that the package uses."""
 
             Comm, Request, Status, Exception = Comm, Request, Status, TruncatedError
             Op = types.SimpleNamespace(Create=lambda function, commute: "max")

@@ -25,7 +25,8 @@ def loops(request, monkeypatch):
 
 
 def patterns():
-    """Of float32: all exponents and signs, significands at ties of both formats and beside them."""
+    """Values of float32: all exponents and signs, significands at ties of both formats and beside
+    them."""
     high = np.arange(2**16, dtype=np.uint32) << np.uint32(16)
     low = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xEFFF, 0xF000, 0xFFFF]
     return (high[:, None] | np.array(low, np.uint32)).reshape(-1).view(np.float32)

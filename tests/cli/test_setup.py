@@ -1,4 +1,4 @@
-"""What ``make setup`` rests on: a Python that runs, and pins that are whole and have hashes."""
+"""The ground of ``make setup``: a Python that runs, and pins that are whole and have hashes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_what_is_installed_needs_nothing_that_is_not_pinned():
 
 
 def needs_of(extra: str) -> list[Requirement]:
-    """What an extra installs, those that it names included."""
+    """The packages that an extra installs, those that it names included."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = list(map(Requirement, project["optional-dependencies"][extra]))
     inner = [name for need in found if need.name == "hvd_compress" for name in sorted(need.extras)]
@@ -141,7 +141,8 @@ def test_pages_name_extras_that_there_are():
     ("build", "taken"), [("", False), ("+cpu", True)], ids=["common index", "own index"]
 )
 def test_pytorch_of_another_hash(tmp_path, monkeypatch, capsys, build, taken):
-    """What claims to be the published file is refused; a build of an index of its own is named."""
+    """A file that claims to be the published one is refused; a build of an index of its own is
+    named."""
     monkeypatch.setattr(make, "VENV", tmp_path)
     monkeypatch.setattr(make, "LOG", tmp_path / "setup.log")
     version = make.pinned_version("torch", "constraints.txt") + build

@@ -1,4 +1,4 @@
-"""What is released is whole: an sdist, and the wheel that is built from it, with a compiler and
+"""A release is whole: an sdist, and the wheel that is built from it, with a compiler and
 without one, installed where nothing else is."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ print(hvd_compress.__file__)
 
 
 def files() -> dict[str, str]:
-    """What packages consist of: paths in the repository, and in what is installed."""
+    """The files of packages: paths in the repository, and in what is installed."""
     return {
         f"{folder}/{file.relative_to(ROOT / folder)}": f"{home}/{file.relative_to(ROOT / folder)}"
         for folder, home in HOMES.items()

@@ -169,7 +169,8 @@ class Network:
         tag: bool = True,
         **env: str,
     ) -> tuple[list[str], dict[str, str]]:
-        """What starts ranks of a command on all hosts, in their order, and the variables for it.
+        """The command that starts ranks of a command on all hosts, in their order, and the
+        variables for it.
 
         Args:
             mpi: ``"openmpi"`` or ``"mpich"``.
@@ -252,7 +253,8 @@ class Network:
             _command("tc", "-n", namespace, "qdisc", "change", "dev", device, "root", *limit)
 
     def traffic(self) -> dict[int, Traffic]:
-        """What each host received and sent since the network began, as the limiters counted."""
+        """The bytes that each host received and sent since the network began, as the limiters
+        counted."""
         # They count the headers of every frame; interfaces those of every uncut packet.
         ports = _limiters(f"{self.name}-sw")
         return {

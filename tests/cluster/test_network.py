@@ -96,7 +96,7 @@ def wait_for(condition, seconds=20.0):
 
 
 def traces(name):
-    """What the machine still has of a network."""
+    """The parts of a network that the machine still has."""
     spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     folders = Path(tempfile.gettempdir()).glob(f"{name}*")
     return [space for space in spaces.stdout.split() if name in space] + list(folders)

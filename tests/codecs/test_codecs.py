@@ -61,7 +61,7 @@ each = pytest.mark.parametrize("codec", EVERY, ids=repr)
 
 @each
 def test_a_codec_that_was_used_can_be_copied_and_pickled(codec):
-    """What the compiled loops know of it stays behind."""
+    """The compiled loops' knowledge of it is left out."""
     x = np.arange(-1000, 1000, dtype=np.float32)
     code = codec.encode(x, random())
     codec.encode_to(x, random(), code)

@@ -17,7 +17,7 @@ NOTHING = np.empty(0)
 
 
 def errors_of(all_terms) -> list[str]:
-    """What each rank raises, when every request is answered as an engine would."""
+    """The error that each rank raises, when every request is answered as an engine would."""
     exchanges = [agreement(terms, NOTHING) for terms in all_terms]
     requests = [next(exchange) for exchange in exchanges]
     assert all(isinstance(request, Max) for request in requests)

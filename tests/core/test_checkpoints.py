@@ -76,7 +76,7 @@ def problem_of(action: Callable[[], None]) -> str:
 
 @pytest.mark.parametrize("name", ["dgc", "powersgd", "none"])
 def test_a_state_from_before_the_first_step_begins_anew(name):
-    """Of a reducer that took no step, or whose first step was discarded."""
+    """The state of a reducer that took no step, or whose first step was discarded."""
     row = ROWS[name]
     fresh = reducer_of(row, 0).state_dict()
     discarded = reducer_of(row, 0)

@@ -1,4 +1,4 @@
-"""What options are converted to, and what follows from them without being said."""
+"""The values that options are converted to, and what follows from them without being said."""
 
 import dataclasses
 

@@ -38,7 +38,7 @@ class Counting(Compressor, name="test-counting"):
 
     @staticmethod
     def counted(parts):
-        """Of one step; the first by name returns it."""
+        """The exchange of one step; the first by name returns it."""
         old = next((total for _, _, total in parts if total is not None), np.zeros(1))
         first = min(name for name, _, _ in parts)
         new = {"total": old + sum(size for _, size, _ in parts)}
@@ -193,7 +193,7 @@ def world_steps(method, steps, size=3):
 
 
 def test_too_few_elements_are_summed():
-    """Of all tensors 30 are selected: the mean is exact, and there is no autoencoder."""
+    """In all tensors 30 elements are selected: the mean is exact, and there is no autoencoder."""
     method = dataclasses.replace(LEARNED, density=0.01)
     shapes = {"first": (40, 30), "second": (42, 40), "bias": (64,)}
     world = World(method, 2)

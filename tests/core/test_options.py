@@ -62,7 +62,7 @@ def test_no_option_takes_what_it_cannot_be():
 
 
 def test_options_are_checked_under_python_minus_o():
-    """Where ``assert`` does nothing."""
+    """In a Python in which ``assert`` does nothing."""
     command = [sys.executable, "-O", "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-q"]
     names = "no_option or bad_configs or mistyped"
     done = subprocess.run(

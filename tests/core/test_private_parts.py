@@ -1,4 +1,4 @@
-"""What the package reads or replaces of Horovod's private parts: docs/design.md has the list."""
+"""Horovod's private parts that the package reads or replaces: docs/design.md has the list."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class World:
 
 
 def gradients(step, ranks, words=WORDS, width=WIDTH):
-    """Of every rank, with duplicates; the last has none in every other step."""
+    """The rows of every rank, with duplicates; the last has none in every other step."""
     found = []
     for rank in range(ranks):
         random = np.random.default_rng([step, rank])

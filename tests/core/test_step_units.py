@@ -31,7 +31,7 @@ RANKS, N = 3, 40
 
 
 def gradients(x):
-    """Of |A_i x - b_i|^2 / 2, a function of each rank."""
+    """The gradient of |A_i x - b_i|^2 / 2, a function of each rank."""
     random = np.random.default_rng(0)
     a = random.standard_normal((RANKS, N, N)) / np.sqrt(N)
     b = random.standard_normal((RANKS, N))

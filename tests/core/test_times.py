@@ -1,4 +1,4 @@
-"""Where time goes: phases that never count a moment twice."""
+"""The phases of time that never count a moment twice."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""What starts a training on a cluster: scripts, manifests and environments.
+"""The files that start a training on a cluster: scripts, manifests and environments.
 
 There is no cluster here.  Fields of manifests are compared with those that the operators know, by
 hand from their definitions (MPI Operator 0.8, Kubeflow Trainer 2.3), and what can run does.

@@ -1,4 +1,4 @@
-"""What the documentation shows, runs."""
+"""The programs and commands of the documentation run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_method_from_scratch_obeys_the_laws(monkeypatch):
 
 @functools.cache
 def measured(name: str) -> Any:
-    """What a benchmark has written."""
+    """The record that a benchmark has written."""
     return json.loads((ROOT / f"benchmarks/{name}.json").read_text())
 
 
@@ -227,7 +227,7 @@ def blocks_that_run(page: str) -> list[str]:
 
 
 def group_of(block: str) -> str:
-    """What starts a program of a page."""
+    """The command that starts a program of a page."""
     if "init_process_group" in block:
         return "torchrun"
     if not re.search(r"\b(hvd|mpi|MPI)\b", block):

@@ -87,7 +87,7 @@ def run(example: doctest.DocTest) -> None:
 
 @by_page
 def test_examples_print_what_they_say(page, written):
-    """What stands under one heading goes on with the same names."""
+    """The examples under one heading go on with the same names."""
     names: dict[str, Any] = {}
     exec(page.begin, names)
     parts = re.split(r"^#{2,4} (.*)$", written[f"{page.file}.md"], flags=re.MULTILINE)

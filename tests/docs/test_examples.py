@@ -412,7 +412,7 @@ def test_benchmarks_of_collectives_start_their_ranks(name, options, words):
 def start(
     example: str, *options: str, launcher: str = "alone", ranks: int = 0, timeout: float = 100
 ) -> str:
-    """What an example prints; ``alone`` it starts its ranks by itself."""
+    """The output of an example; ``alone`` it starts its ranks by itself."""
     command = [*jobs.launcher(ranks, launcher), *program(example)]
     _, output = jobs.run([*command, *options], timeout=timeout, **jobs.variables(launcher))
     return output

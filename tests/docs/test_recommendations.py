@@ -1,4 +1,4 @@
-"""What pages and commands recommend is what was measured."""
+"""Recommendations of pages and commands are those that were measured."""
 
 from __future__ import annotations
 

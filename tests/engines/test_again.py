@@ -240,7 +240,8 @@ def test_equal_steps_keep_their_buckets(row):
 
 
 def test_threads_that_share_a_method_make_one_form_of_it(monkeypatch):
-    """Else the tensors of a rank would be in buckets of two forms, and other ranks' in one's."""
+    """Otherwise the tensors of a rank would be in buckets of two forms, and other ranks' in
+    one's."""
     method, both = QSGD(), threading.Barrier(2, timeout=30)
     make = type(method.blocks.via).fused
 

@@ -100,8 +100,8 @@ def test_many_matrices_are_one_after_the_other(framework, options):
 
 
 def exchanged(methods, gradients, buckets, step, states):
-    """What the exchanges of ``gradients[rank][name]``, joined in ``buckets``, come to: for each
-    rank and name bytes of the outcome and what was counted; and the states."""
+    """The results of the exchanges of ``gradients[rank][name]``, joined in ``buckets``, come to:
+    for each rank and name bytes of the outcome and what was counted; and the states."""
     size = len(gradients)
     members, records = [], []
     for rank, own in enumerate(gradients):

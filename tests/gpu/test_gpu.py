@@ -1,4 +1,4 @@
-"""What runs on CUDA tensors, where there is a GPU; Triton's kernels: torch_impl/test_triton.py."""
+"""Tests on CUDA tensors, if there is a GPU; Triton's kernels: torch_impl/test_triton.py."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_scenario(results, job, name):
 
 
 def test_every_scenario_applies_in_a_job():
-    """Of those that are always run, so that none passes by saying nothing."""
+    """The scenarios that are always run, so that none passes by saying nothing."""
     modules = {module.partition(".")[0] for job in JOBS for module in job.modules}
     every = {name for module in modules for name in names(module, over=None)}
     assert every == {name for job in JOBS for name in names_of(job)}

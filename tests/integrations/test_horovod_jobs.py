@@ -79,7 +79,8 @@ def test_nothing_waits_for_horovod_after_its_thread_has_ended():
 
 
 def test_a_rank_that_is_lost_is_the_likely_cause():
-    """Where Horovod speaks of connections; of all else it says itself what is wrong."""
+    """The errors in which Horovod speaks of connections; of all others it says itself what is
+    wrong."""
     HorovodInternalError = type("HorovodInternalError", (RuntimeError,), {})
     ops = types.SimpleNamespace(HorovodInternalError=HorovodInternalError)
     process_set = types.SimpleNamespace(size=lambda: 2)

@@ -21,7 +21,7 @@ def reducer():
 
 
 def read(folder):
-    """What TensorBoard shows of a folder: (step, value) by name."""
+    """The points that TensorBoard shows of a folder: (step, value) by name."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray

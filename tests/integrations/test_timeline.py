@@ -37,7 +37,7 @@ hvd.shutdown()
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """What rank 0 says of three steps on two ranks, and Horovod's events."""
+    """The report of rank 0 on three steps on two ranks, and Horovod's events."""
     folder = tmp_path_factory.mktemp("timeline")
     said, timeline = folder / "said.json", folder / "timeline.json"
     program = folder / "program.py"

@@ -94,14 +94,14 @@ def generators(seed):
 
 
 def written(codec, x, random):
-    """What the loops make of ``encode``."""
+    """The result of ``encode`` by the loops."""
     code = np.empty(codec.size(x.size, x.dtype), np.uint8)
     codec.encode_to(x, random, code)
     return code
 
 
 def read(codec, code, n, dtype):
-    """What the loops make of ``decode``."""
+    """The result of ``decode`` by the loops."""
     out = np.empty(n, dtype)
     codec.decode_to(code, out)
     return out
@@ -306,7 +306,7 @@ def test_sums_are_those_of_numpy(n, kind, dtype, term, shift, seed):
 
 
 def test_sums_by_hand():
-    """Of 2 + 16 lanes' sums the halves are added: an order in which 2^53 + 1 survives."""
+    """The halves of 2 + 16 lanes' sums are added: an order in which 2^53 + 1 survives."""
     rows = np.zeros((2, 20))
     rows[0, [0, 1, 17]] = 2.0**53, 1, 1
     rows[1, :] = np.arange(20)

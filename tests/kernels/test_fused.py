@@ -274,7 +274,7 @@ def test_other_entries_of_the_state_stay_out_of_it():
 
 
 def test_a_bucket_is_of_the_device_that_it_was_made_on():
-    """Where a model has moved, the method is asked again."""
+    """If a model has moved, the method is asked again."""
     ranks, gradient = Ranks(QSGD(), {"a": (50, 40)}, 1), torch.ones(50, 40)
     ranks.exchange([{"a": gradient}])
     (plan,), step = ranks.plans[0].values(), ranks.context(0)
@@ -321,7 +321,7 @@ def test_without_a_compiler_the_bits_are_the_same(monkeypatch, method):
 
 @pytest.mark.parametrize("method", [METHODS[0], *CODED], ids=repr)
 def test_a_checkpoint_takes_the_place_of_the_state(method):
-    """What was kept beside the state has no say."""
+    """The copy that was kept beside the state has no say."""
     shapes = {"a": (50, 40)}
     random = np.random.default_rng(2)
     gradients = [
@@ -383,7 +383,7 @@ def test_the_first_step_needs_memory_for_states_and_messages_alone(method, state
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("method", CODED[:5], ids=repr)
 def test_after_another_number_of_ranks_nothing_is_lost(method, make):
-    """What a rank keeps of shards that are others' now goes along with its next message."""
+    """The residual of shards that are others' now goes along with its next message."""
     random = np.random.default_rng(0)
     shapes = {"a": (50, 40), "b": (300,)}
 

@@ -117,7 +117,7 @@ def test_states_are_put_back_where_a_step_ends_early(method, end):
 
 @each
 def test_memory_that_is_changed_on_the_way_is_not_written_to(method):
-    """What was given in its place stays as it is, and other states are put back."""
+    """A state that was given instead stays as it is, and other states are put back."""
     rank = Rank(method)
     exchange = rank.begun(rank.gradients())
     rank.ended(exchange, next(exchange).arrays[0])
@@ -158,7 +158,7 @@ def test_a_bucket_that_finds_no_memory_has_the_same_bits(method):
 
 @each
 def test_a_pass_that_cannot_begin_puts_nothing_back(method, monkeypatch):
-    """Where old states would be kept there is the gradient still."""
+    """The gradient is still in the memory where old states would be kept."""
     rank = Rank(method)
     exchange = rank.begun(rank.gradients())
     rank.ended(exchange, next(exchange).arrays[0])
@@ -226,7 +226,7 @@ def test_a_code_that_means_nothing_leaves_each_tensor_a_state_of_its_own(method,
 
 @each
 def test_gradients_that_share_memory_are_all_read(method):
-    """Where results are written the last one wins, and states are those of each gradient."""
+    """The last one to write a result wins, and states are those of each gradient."""
     both = Reducer(method, LocalEngine(), momentum=0.9 * method.takes_momentum, in_place=True)
     apart = Reducer(method, LocalEngine(), momentum=0.9 * method.takes_momentum)
     random = np.random.default_rng(0)

@@ -29,7 +29,7 @@ def matrices(draw):
 
 
 def by(way, monkeypatch, function):
-    """What ``function`` returns if that way is taken; ``None`` if the machine has not got it."""
+    """The result of ``function`` if that way is taken; ``None`` if the machine has not got it."""
     with monkeypatch.context() as patch:
         patch.setattr(low_rank, "is_compiled", lambda: way is not None)
         if way is not None and not kernels.native.low_rank.use_instructions(way):

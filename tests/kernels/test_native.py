@@ -1,4 +1,4 @@
-"""What the compiled module refuses, and what becomes of problems in it."""
+"""The calls that the compiled module refuses, and what becomes of problems in it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_module_of_another_version_is_not_used(monkeypatch):
 
 
 def test_a_change_of_what_is_called_has_a_new_number():
-    """Else a module that was built before it would be used, and fail somewhere in training."""
+    """Otherwise a module that was built before it would be used, and fail somewhere in training."""
     modules = (native, native.codecs, native.halves, native.low_rank)
     places = [*modules, *(x for m in modules for x in vars(m).values() if isinstance(x, type))]
     # Numbers and texts have those of their classes, which change with Python.

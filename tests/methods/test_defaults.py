@@ -1,4 +1,4 @@
-"""What a method does with its defaults: it trains, or it says what it needs."""
+"""A method with its defaults: it trains, or it says what it needs."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_agrees_with_the_formulas_over_50_steps(density, ranks, nesterov, maskin
 @pytest.mark.parametrize("sums", [True, False], ids=["summed", "averaged"])
 @pytest.mark.parametrize("size", [1, 4, 9])
 def test_each_rank_clips_to_threshold_over_sqrt_n_before_accumulating(size, sums):
-    """What a rank adds to the common gradient: g if gradients are summed, else g / N."""
+    """The part that a rank adds to the common gradient: g if gradients are summed, else g / N."""
     dgc = DGC(density=0.5, momentum=0.9, clip_norm=3.0, min_size=0)
     state = dgc.init(np.zeros((1, 2)))
     gradients = [np.array([[3.0, 4.0]])] + [np.array([[0.03, 0.04]])] * (size - 1)

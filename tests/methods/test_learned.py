@@ -193,7 +193,7 @@ def test_no_error_is_larger_than_what_went_in(way, seed):
 
 
 def lost_share(world, step):
-    """Of the energy of the mean of the selected values, by decoding."""
+    """The lost part of the energy of the mean of the selected values, by decoding."""
     gradients = alike(step)
     places = np.sort(np.argsort(-np.abs(gradients[step % 3].ravel()))[:200])
     wanted = np.mean([x.ravel()[places] for x in gradients], 0)
@@ -231,7 +231,7 @@ def test_training_sends_the_values_as_they_are():
 
 
 def requests_of(method, step, ranks=3, rank=0):
-    """What a rank asks for in one step, and its bytes."""
+    """The requests of a rank in one step, and its bytes."""
     gradients = alike(step)
     states = [method.init(gradient) for gradient in gradients]
     exchanges = [
@@ -371,7 +371,7 @@ def test_one_network_for_two_tensors_by_hand(monkeypatch):
 
 
 def bytes_of_a_step(method, step):
-    """What rank 0 hands to each collective, and what is counted to the tensors."""
+    """The bytes that rank 0 passes to each collective, and what is counted to the tensors."""
     everyones, buckets, records = two_tensors(step, dtype=np.float32), [], []
     for rank, own in enumerate(everyones):
         records.append({name: Record() for name in own})
@@ -434,7 +434,7 @@ def test_a_nonfinite_tensor_leaves_what_is_common(via, name, step):
 
 
 def test_another_tensors_indices_are_noticed():
-    """Of 40 indices, as many as expected, one more is in the first tensor."""
+    """In 40 indices, as many as expected, one more is in the first tensor."""
     selections = [
         LeaderSelection(top_k(0.04), np.arange(n, dtype=np.float32), k, Context(size=2))
         for n, k in ((600, 24), (400, 16))

@@ -216,7 +216,7 @@ def test_regions_follow_the_entries():
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_values_in_float16_lose_nothing(dtype):
-    """What rounding takes off is in the residuals, also off sums and off what float16 has no room
+    """Rounding errors are in the residuals, also off sums and off what float16 has no room
     for."""
     n, size = 300, 4
     random = np.random.default_rng(0)

@@ -60,7 +60,7 @@ def test_cold_starts_draw_a_new_factor_every_step():
 
 @pytest.mark.parametrize(("warm_start", "error"), [(True, 2e-3), (False, 0.01)])
 def test_nothing_waits_for_ever(warm_start, error):
-    """Of a constant matrix, the time average of what is sent tends to it."""
+    """For a constant matrix, the time average of what is sent tends to it."""
     world = World(chain(error_feedback(), via=power_sgd(1, warm_start)), 1)
     total = sum(world.exchange([M])[0].mean for _ in range(2000))
     np.testing.assert_allclose(total / 2000, M, atol=error)
@@ -126,7 +126,7 @@ def test_everything_is_sent_before_the_start():
 
 
 def floats(shapes, method: PowerSGD) -> int:
-    """Of one step, counted from the requests."""
+    """The bytes of one step, counted from the requests."""
     sizes: list[int] = []
 
     def note(request: Sum, reply: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""What "auto" chooses: by the times of the algorithms, once for each kind of array."""
+"""The choices of "auto": by the times of the algorithms, once for each kind of array."""
 
 from __future__ import annotations
 

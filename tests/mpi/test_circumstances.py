@@ -1,4 +1,4 @@
-"""What a rank alone knows changes nothing: where its arrays lie, whether it wants the result in
+"""Circumstances of one rank change nothing: where its arrays lie, whether it wants the result in
 one of its own, what it has called before.  All ranks get the same bits, or all raise."""
 
 from __future__ import annotations

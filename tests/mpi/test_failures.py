@@ -22,7 +22,7 @@ SLACK = 20
 
 
 class Job:
-    """What came of a case: ``found[rank]``, ``(called, error, message, seconds)`` one by one."""
+    """The outcome of a case: ``found[rank]``, ``(called, error, message, seconds)`` one by one."""
 
     def __init__(self, launcher: str, case: str, folder: Path) -> None:
         self.launcher, (self.case, *options) = launcher, case.split()

@@ -1,4 +1,4 @@
-"""What needs more than a small machine: arrays of more than 2^31 bytes."""
+"""Tests that need more than a small machine: arrays of more than 2^31 bytes."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.simulated_mpi import Simulation
 
 
 def test_seeds_that_differ_are_an_error():
-    """Else codes would be drawn by one, and read by another."""
+    """Otherwise codes would be drawn by one, and read by another."""
     said = []
 
     def rank():

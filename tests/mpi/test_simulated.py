@@ -220,7 +220,7 @@ def test_neighbours(size, order, n, hops):
 
 @at_every_size(2, order=orders, n=st.sampled_from([0, 1, 17, 16 * 1024, 16 * 1024 + 1, 40_000]))
 def test_broadcasts_from_each_root(size, order, n):
-    """Of long arrays no rank sends more than twice the bytes."""
+    """No rank sends of long arrays more than twice the bytes."""
 
     def rank():
         comm = mpi.Communicator(checks=0)
@@ -236,7 +236,7 @@ def test_broadcasts_from_each_root(size, order, n):
 
 
 def assert_nothing_is_lost(brought, results, n, scale=1):
-    """What the ranks brought = the sum + what they dropped."""
+    """The sum of the ranks' vectors = the sum + what they dropped."""
     left = sum(dense(result.dropped, n) for result in results)
     got = results[0].dense(n).astype(np.float64) * scale + left
     exact = sum(dense(x, n) for x in brought)
@@ -557,7 +557,7 @@ def test_a_message_for_another_algorithm_is_an_error():
 
 
 def test_other_sizes_are_an_error():
-    """Where tags are too few to tell sizes apart."""
+    """On a communicator whose tags are too few to tell sizes apart."""
 
     def longer(comm):
         x = np.ones(9 + comm.rank, np.float32)

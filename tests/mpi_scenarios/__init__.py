@@ -1,4 +1,4 @@
-"""What runs inside MPI jobs, one module a topic: every public function without arguments.
+"""Scenarios inside MPI jobs, one module per topic: every public function without arguments.
 
 Each is valid for any number of ranks; expectations are computed from rank and size.
 """

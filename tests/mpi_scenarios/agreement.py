@@ -107,7 +107,8 @@ def a_dropped_one_is_in_use_until_all_have_dropped_it() -> None:
 
 @applies(least=3)
 def notes_end_with_their_communicator() -> None:
-    """What nobody has read there is not taken for a note of the next one that gets its number."""
+    """A note that nobody has read there is not taken for a note of the next one that gets its
+    number."""
     part = world.Split(world.rank == 0, world.rank)
     whole = mpi.Communicator(world)
     notes.leave([whole.handles], "waits elsewhere")

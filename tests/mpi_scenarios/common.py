@@ -21,7 +21,7 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 
 
 def array(rank: int, n: int, dtype: str, seed: int = 0) -> np.ndarray:
-    """What ``rank`` brings; every rank can make everyone's."""
+    """The array that ``rank`` brings; every rank can make everyone's."""
     generator = np.random.default_rng([seed, rank, n])
     if "int" in dtype:
         return generator.integers(0, 100 // world.size, n, dtype)

@@ -32,7 +32,7 @@ SIZE, OVERHEAD = 8, 16 + 7  # bytes that go ahead of a frame; header and most pa
 
 
 def vector(rank: int, n: int, k: int, dtype: str = "float32", seed: int = 0) -> Sparse:
-    """What ``rank`` brings; every rank can make everyone's."""
+    """The vector that ``rank`` brings; every rank can make everyone's."""
     generator = np.random.default_rng([seed, rank, n, k])
     indices = np.sort(generator.choice(n, k, replace=False))
     return Sparse(indices, generator.standard_normal(k).astype(dtype))

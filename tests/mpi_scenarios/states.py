@@ -1,4 +1,4 @@
-"""What collectives keep from call to call: damaged states are refused whole."""
+"""The states that collectives keep from call to call: damaged states are refused whole."""
 
 from __future__ import annotations
 

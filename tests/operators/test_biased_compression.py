@@ -463,7 +463,7 @@ def descend(via, steps, rate):
     ids=repr,
 )
 def test_rates_by_the_other_classes(via):
-    """Of B1 and B2, with the step 1 / (beta L) and with shorter ones."""
+    """The steps of B1 and B2, with the step 1 / (beta L) and with shorter ones."""
     alpha, beta, gamma, _, _ = via.classes(5)
     for part in (1.0, 0.5):
         ratios = descend(via, 40, part / (10 * beta))

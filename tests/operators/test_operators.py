@@ -246,7 +246,7 @@ def test_ranks_that_draw_for_themselves_agree_on_the_average():
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("shared", [True, False])
 def test_variance_of_the_average_over_ranks(ranks, shared):
-    """E|C(x)|^2 = d/k |x|^2 on a rank.  Of N equal gradients the average has the error of one where
+    """E|C(x)|^2 = d/k |x|^2 on a rank.  The average of N equal gradients has the error of one where
     all ranks draw alike, and an N-th of it where each draws for itself (Beznosikov et al.)."""
     d, k, steps = 24, 6, 4000
     x = np.random.default_rng(3).normal(size=d)

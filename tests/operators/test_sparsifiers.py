@@ -158,7 +158,7 @@ def test_ranks_take_turns_in_every_framework():
 
 
 def test_the_step_may_be_a_symbol():
-    """Who leads is found out when the graph runs."""
+    """The leader is found out when the graph runs."""
     gradient = np.random.default_rng(6).normal(size=100).astype(np.float32)
     via = leader_top_k(0.05)
 

@@ -1,4 +1,4 @@
-"""What every optimizer obeys in every framework; the rows are those of ``table.py``."""
+"""The laws of every optimizer in every framework; the rows are those of ``table.py``."""
 
 from __future__ import annotations
 

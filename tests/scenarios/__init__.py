@@ -1,4 +1,4 @@
-"""What must hold in a real multi-rank job: functions that every rank runs.
+"""The laws of a real multi-rank job: functions that every rank runs.
 
 ``python -m tests.scenarios FOLDER MODULE ...`` is started by ``mpirun`` or ``horovodrun``, runs the
 scenarios of the modules one after the other, and leaves a line per scenario in ``FOLDER/RANK``.
@@ -23,14 +23,14 @@ from typing import Any
 
 
 def horovod_only(function: Callable[[], None]) -> Callable[[], None]:
-    """What is about Horovod itself, and not about an optimizer over whatever."""
+    """A scenario about Horovod itself, and not about an optimizer over whatever."""
     return function
 
 
 def applies(
     *, least: int = 1, most: int | None = None, over: Sequence[str] = ()
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Where a scenario says something: elsewhere it is not run, and is no test.
+    """The jobs in which a scenario says something: elsewhere it is not run, and is no test.
 
     Args:
         least, most: numbers of ranks.
@@ -43,7 +43,7 @@ def scenarios(
     module: str, package: str = "scenarios", *, over: str = "horovod", ranks: int | None = None
 ) -> dict[str, Callable[[], None]]:
     """The public functions that a module defines and that take no arguments, in their order, by
-    names like "module.function".  Of "module.function" only that one.
+    names like "module.function".  For "module.function" only that one.
 
     Those are left out that do not apply with so many ``ranks``, or over that.  ``over`` "mpi", or
     anything that ends so, leaves out what is about Horovod itself.
@@ -72,7 +72,8 @@ def names(
 
 @functools.cache
 def _functions(package: str, module: str) -> dict[str, list[dict[str, Any] | None]]:
-    """What ``applies`` is given for each function, and ``None`` for ``horovod_only``."""
+    """The conditions that ``applies`` is given for each function, and ``None`` for
+    ``horovod_only``."""
     source = (Path(__file__).parent.parent / package / f"{module}.py").read_text()
     found: dict[str, list[dict[str, Any] | None]] = {}
     for node in ast.parse(source).body:
@@ -134,8 +135,8 @@ def run_all(
 
 
 def read(folder: Path, rank: int, names: Sequence[str]) -> dict[str, str | None]:
-    """What a rank of a job found: a problem or ``None`` by scenario name.  ``folder/failure``, if
-    it is there, says how the job ended."""
+    """The findings of a rank of a job: a problem or ``None`` by scenario name.  ``folder/failure``,
+    if it is there, says how the job ended."""
     log, failure = folder / str(rank), folder / "failure"
     lines = log.read_text().splitlines() if log.exists() else []
     found = {name: problem for name, problem, _ in map(json.loads, lines)}

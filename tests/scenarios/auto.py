@@ -42,7 +42,7 @@ def reducer_of(optimizer: Any) -> Any:
 
 
 def facts(optimizer: Any) -> dict[str, Any]:
-    """What all ranks have chosen and know, which must be the same."""
+    """The choice and knowledge of all ranks, which must be the same."""
     found = optimizer.compression.stats().choice
     everyone = meeting.told(reducer_of(optimizer), found, torch.empty(0))
     assert all(each == found for each in everyone), everyone

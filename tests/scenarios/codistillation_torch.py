@@ -25,7 +25,7 @@ def _task(model: Any, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def losses_take_images_and_single_examples() -> None:
-    """Of images, here of 2 x 3 pixels, classes are dimension 1, as for cross_entropy."""
+    """For images, here of 2 x 3 pixels, classes are dimension 1, as for cross_entropy."""
     z, *teachers = torch.randn(4, 6, 5, dtype=torch.float64)
     for view, distance in LOSSES.values():
         own, *others = (x.view(1, 2, 3, 5).permute(0, 3, 1, 2) for x in (z, *teachers))

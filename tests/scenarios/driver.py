@@ -151,7 +151,7 @@ def assert_close(
 
 
 def embedding_of(run: Run) -> Any:
-    """What was counted of the embedding of a network with words."""
+    """The counts of the embedding of a network with words."""
     layers = run.compression.stats().layers
     return next(record for name, record in layers.items() if "embedding" in name)
 

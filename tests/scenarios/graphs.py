@@ -1,5 +1,5 @@
-"""What the optimizer of TensorFlow's graphs must leave alone: it takes a collective for a function
-of its input, which may be computed early, once for two, or not at all."""
+"""Collectives, which the optimizer of TensorFlow's graphs must leave alone: it takes a collective
+for a function of its input, which may be computed early, once for two, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks must have in common, what a gradient that is missing counts, and graphs of
+"""The terms that ranks must have in common, what a gradient that is missing counts, and graphs of
 TensorFlow 1, which are refused."""
 
 from __future__ import annotations

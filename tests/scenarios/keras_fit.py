@@ -778,7 +778,7 @@ def nothing_stays_of_what_is_gone() -> None:
 
 
 def _used(optimizer: Any, under_fit: bool) -> dict[str, weakref.ref]:
-    """What there is of a model and its optimizer after two steps."""
+    """The state of a model and its optimizer after two steps."""
     model = model_of("mlp")
     if under_fit:
         fit(optimizer, steps=2, model=model, jit_compile=False)

@@ -1,4 +1,4 @@
-"""What waited when a state was saved waits once when it is restored, by every way.
+"""A residual that waited when a state was saved waits once when it is restored, by every way.
 
 The table of ways by who saved, and by what is damaged, is here; an elastic state, which keeps the
 copies, is in ``keras_callbacks.py``.
@@ -71,7 +71,7 @@ SAVED = {
 
 
 def _saved_by(rank: int, size: int) -> Any:
-    """What is saved meanwhile says that this rank of so many saved it."""
+    """A state that is saved meanwhile says that this rank of so many saved it."""
     header = BindingState.header
 
     def changed(self: Any, *args: Any, **options: Any) -> Any:

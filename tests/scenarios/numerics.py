@@ -203,7 +203,7 @@ def loss_scaling_keeps_half_precision_from_underflow() -> None:
 
 
 def a_step_that_was_skipped_by_hand() -> None:
-    """What comes after a synchronize() without a step() is exchanged all the same."""
+    """A gradient after a synchronize() without a step() is exchanged all the same."""
     for compression in (SPARSE, NoCompression()):
         model = make_model()
         optimizer = distribute(sgd(model), model, compression)

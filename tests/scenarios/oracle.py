@@ -26,7 +26,7 @@ Weights = dict[str, np.ndarray]
 
 @dataclasses.dataclass
 class Setup:
-    """What is trained and how: the network, and the options of the inner optimizer, which is SGD
+    """The training: the network, and the options of the inner optimizer, which is SGD
     unless it is another class of the framework's; ``sam`` are options of SAM, if it climbs;
     ``tape``: in TensorFlow a tape exchanges, and no optimizer."""
 

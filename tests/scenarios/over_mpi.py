@@ -1,4 +1,4 @@
-"""What holds over MPI without Horovod, beside all that holds with it."""
+"""The laws over MPI without Horovod, beside all that holds with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for TensorFlow over MPI without Horovod, beside all that holds with it."""
+"""The laws for TensorFlow over MPI without Horovod, beside all that holds with it."""
 
 from __future__ import annotations
 

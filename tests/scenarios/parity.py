@@ -70,7 +70,7 @@ def follow_the_oracle(
 
 
 def as_laid_out(method):
-    """What a method does depends on where the framework has a layer's outputs: convolutions and
+    """The result of a method depends on where the framework has a layer's outputs: convolutions and
     linear layers have them first in torch and last in TensorFlow."""
     return Turned(method) if over in ("horovod", "mpi") else method
 

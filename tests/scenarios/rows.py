@@ -138,7 +138,7 @@ def momentum_acts_behind_them() -> None:
 
 @applies(over=("horovod", "mpi"))
 def one_method_and_then_another() -> None:
-    """What waits goes on waiting while rows are sent whole."""
+    """A residual goes on waiting while rows are sent whole."""
     method = switch(NoCompression(rows="int8"), NoCompression(), 3)
     run = train(_run(method), range(6))
     expected = _Oracle(_int8).steps(range(3))

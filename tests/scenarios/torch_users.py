@@ -1,4 +1,4 @@
-"""What users of PyTorch do around an optimizer."""
+"""The code of users of PyTorch around an optimizer."""
 
 from __future__ import annotations
 

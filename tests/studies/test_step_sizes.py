@@ -26,8 +26,8 @@ def test_by_hand():
 
 
 def distance(count, minima, eta):
-    """Of the weighted average to the minimum of the mean of |x - minimum_i|^2 / 2, with Top-1 of
-    two elements (delta = 2, L = mu = 1) and the residual in units of the step."""
+    """The distance of the weighted average to the minimum of the mean of |x - minimum_i|^2 / 2,
+    with Top-1 of two elements (delta = 2, L = mu = 1) and the residual in units of the step."""
     steps = FeedbackSteps(delta=2, smoothness=1, mu=1)
     minima = np.array(minima, float)
     x, e, path = np.array([3.0, -1.0]), np.zeros_like(minima), []

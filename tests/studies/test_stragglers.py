@@ -1,4 +1,4 @@
-"""What waiting costs: numbers of the literature, formulas against simulation, and the command."""
+"""The cost of waiting: numbers of the literature, formulas against simulation, and the command."""
 
 from __future__ import annotations
 

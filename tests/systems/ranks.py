@@ -28,7 +28,7 @@ SHAPE = (2, 3)  # a matrix, for what works on those
 
 
 class Meeting:
-    """Where threads show each other what they have."""
+    """A place in which threads show each other what they have."""
 
     def __init__(self, size):
         self.size, self._board = size, [None] * size

@@ -1,4 +1,4 @@
-"""What holds for every system, on NumPy's arrays: each is a row of the table."""
+"""The laws of every system, on NumPy's arrays: each is a row of the table."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ def test_nan_on_a_rank_does_not_stay_there_without_a_word(row, after):
 
 @law(TABLE)
 def test_frozen_parameters_stay(row):
-    """Where they are when they are frozen; those of one model are equal.  Then they go on."""
+    """The values of parameters when they are frozen; those of one model are equal.  Then they go
+    on."""
     ranks = row.ranks(row.method).run(5)
     kept, before = ranks.freeze("b"), [own["a"].copy() for own in ranks.x]
     ranks.run(9)

@@ -364,7 +364,7 @@ def test_slowmo_needs_a_learning_rate():
 
 
 def test_sparse_rounds_with_a_long_momentum_are_warned_of():
-    """What waits for longer than momentum remembers makes weights grow."""
+    """A residual that waits for longer than momentum remembers makes weights grow."""
     for compression in ("topk:density=0.01", "dgc:density=0.05"):
         with pytest.warns(NeedsTuning, match="SparseLoCo"):
             DiLoCo(compression=compression)

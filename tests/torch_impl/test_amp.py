@@ -13,7 +13,7 @@ from hvd_compress.torch.amp import forget_scale, note_scale, running_scale
 
 
 def scales_seen(scale: float | None, meet=lambda: None) -> list[float | None]:
-    """What a parameter's hook sees in a backward pass with a loss of this scale."""
+    """The gradient that a parameter's hook sees in a backward pass with a loss of this scale."""
     seen: list[float | None] = []
     p = torch.nn.Parameter(torch.ones(3))
 

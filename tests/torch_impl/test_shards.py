@@ -34,7 +34,7 @@ def ranks(request):
 
 @pytest.fixture
 def messages(monkeypatch):
-    """What is sent to the ranks, one after the other; what arrives is the same."""
+    """The messages to the ranks, one after the other; they arrive as they are."""
     found = []
 
     def sent(arrived, message, group):

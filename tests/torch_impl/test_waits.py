@@ -87,7 +87,7 @@ def test_a_message_in_host_memory_is_waited_for_as_often_whatever_the_ranks(
 
 
 def test_waits_are_counted(waits):
-    """Else all of these would pass without a reason."""
+    """Otherwise all of these would pass without a reason."""
     x = torch.ones(3).as_subclass(OnGPU)
     _ = x.tolist(), float(x.sum()), (x * 2).cpu(), backend.to_numpy(x)
     assert waits() == 4

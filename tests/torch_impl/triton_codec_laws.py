@@ -196,7 +196,7 @@ def test_streams_go_on_where_they_would(words, seed):
 
 
 def test_streams_carry_counters_over(placed):
-    """Where a counter is at the end of its first word, numbers are drawn on the host."""
+    """If a counter is at the end of its first word, numbers are drawn on the host."""
     pair = [own_generator(Context()) for _ in "01"]
     for random in pair:
         random.bit_generator.advance(2**64 - 40)
@@ -244,8 +244,8 @@ METHODS = [
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_exchanges_are_those_of_the_host(placed, monkeypatch, method):
-    """Of two ranks over three steps, one of them with a NaN on one rank; frames, averages, what was
-    sent and states."""
+    """The results of two ranks over three steps, one of them with a NaN on one rank; frames,
+    averages, what was sent and states."""
     if INTERPRETED:  # else the device says so
         monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
     used = []
@@ -366,7 +366,7 @@ def test_buckets_leave_gradients_alone_that_are_not_theirs(placed, by_triton, me
 
 @pytest.mark.parametrize("method", [BUCKETS[0], BUCKETS[4]], ids=repr)
 def test_buckets_lose_nothing_after_another_number_of_ranks(placed, by_triton, method):
-    """What a rank keeps of shards that are others' now goes along with its next message; also if
+    """The residual of shards that are others' now goes along with its next message; also if
     that is not finite."""
     random = np.random.default_rng(0)
     ranks, world = Ranks(method, SHAPES, 3), World(method, 3)
@@ -402,7 +402,7 @@ def test_buckets_of_which_a_rank_owns_nothing(placed, by_triton, method):
 
 @pytest.mark.parametrize("method", [BUCKETS[i] for i in (0, 3, 6)], ids=repr)
 def test_buckets_are_the_same_with_a_device_and_without(placed, monkeypatch, method):
-    """Of ranks of which one has none."""
+    """The messages of ranks of which one has none."""
     marked = set()
     if INTERPRETED:
 

@@ -1,4 +1,4 @@
-"""What torchrun starts: see the package."""
+"""The program that torchrun starts: see the package."""
 
 import importlib
 import os

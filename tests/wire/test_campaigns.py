@@ -35,7 +35,7 @@ def test_no_damage_is_another_whole_frame():
 
 
 def test_corpus():
-    """Of each check of each kind of frame there is one that it notices, and has always noticed:
+    """Each check of each kind of frame has one that it notices, and has always noticed:
     ``python -m benchmarks.reliability frames --cases 60000 --corpus tests/wire/damaged.txt``."""
     by_name = {frame.name: frame for frame in frames.every(0)}
     lines = CORPUS.read_text().splitlines()

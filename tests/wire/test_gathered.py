@@ -98,7 +98,7 @@ EXCHANGES = {
 
 
 def of_method(name, step, fused):
-    """What begins the exchanges of a method's step, and returns the states of a rank."""
+    """A function that begins the exchanges of a method's step, and returns the states of a rank."""
     row, side = ROWS[name], 40 if name.startswith("lgc") else 5
     world, random = World(row.method, SIZE, fused=fused), np.random.default_rng(0)
     world.epoch = 3

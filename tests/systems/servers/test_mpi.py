@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.jobs, pytest.mark.timeout(120)]
 
 
 class Job:
-    """What came of a case: ``found[rank]``."""
+    """The outcome of a case: ``found[rank]``."""
 
     def __init__(self, folder: Path, output: str = "", status: int = 0, seconds: float = 0) -> None:
         self.output, self.status, self.seconds = output, status, seconds
@@ -113,7 +113,7 @@ def test_a_worker_that_hangs_does_not_end_the_others(tmp_path):
 
 
 def test_a_worker_that_is_killed_does_not_end_the_others(tmp_path):
-    """Where the launcher allows it."""
+    """With a launcher that allows it."""
     job = run("dies", tmp_path, "--enable-recovery")
     job.assert_equal({0, 1, 3})
     assert [job.found[rank]["steps"] for rank in (1, 3)] == [20, 20]
