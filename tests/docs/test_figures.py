@@ -94,7 +94,7 @@ def defines(file: Path, name: str) -> bool:
 
 
 def holders(table: Table) -> list[str]:
-    """What writes or holds the table: files, or tests in them that know the page."""
+    """The writers or holders of the table: files, or tests in them that know the page."""
     found = []
     for file, law in re.findall(r"<!-- .*?by ([\w/.]+\.py)(?:::(\w+))? -->", table.text):
         path = ROOT / file
@@ -242,7 +242,7 @@ def text_of(page: str) -> str:
 
 
 def repeated() -> dict[str, list[str]]:
-    """What each page has to say, by docs/accuracy.md."""
+    """The figures that each page has to say, by docs/accuracy.md."""
     found: dict[str, list[str]] = {}
     for page, words, places in REPEATED:
         figures = [cells("docs/accuracy.md", section)[row][at] for section, row, at in places]
