@@ -135,6 +135,7 @@ INNER = {
     *("auto", "integrations.exports", "integrations.mpi", "requests"),  # hvd_compress
     *("torch.optimizers", "backends", "fused", "kernels", "wire"),
     "torch.ddp",
+    "torch.shards",
     "torch.triton.loops",
 }
 
