@@ -166,7 +166,7 @@ def times() -> dict[str, Any]:
     names = options.ways or TIMES
     contenders = {name: Contender(name) for name in names}
     torch.manual_seed(1 + dist.get_rank())
-    warmup = 3
+    warmup = 2  # rounds that are not counted
     for number, name in turns(names, warmup + options.rounds):
         each = contenders[name]
         seconds = each.step()

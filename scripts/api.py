@@ -89,6 +89,7 @@ MOST_USED = {
         "torch.DistributedOptimizer",
         "torch.DDPState",
         "torch.ddp_hook",
+        "torch.compress_shards",
         "torch.compress_replicas",
         "tensorflow.keras.DistributedOptimizer",
         "tensorflow.DistributedGradientTape",
