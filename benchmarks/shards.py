@@ -16,6 +16,7 @@ Results are kept in shards.json.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -100,16 +101,17 @@ def quality(name: str, seed: int) -> dict[str, Any]:
     exchange = sharded(model, model.layers.layers, name)
     optimizer = recipe.optimizer(model.parameters(), recipe.lr)
     steps, batches = options.steps or recipe.steps, recipe.batches(seed)
-    curve, start = [], time.perf_counter()
+    rank, curve, start = dist.get_rank(), [], time.perf_counter()
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = recipe.lr * rate(step / steps)
         optimizer.zero_grad()
-        recipe.loss(model, next(batches))[0].backward()
+        recipe.loss(model, next(batches)[rank])[0].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optimizer.step()
         if (step + 1) % max(steps // 4, 1) == 0:
             with torch.no_grad():
-                losses = [recipe.loss(model, batch)[0] for batch in recipe.tests()]
+                own = itertools.islice(recipe.tests(), rank, None, dist.get_world_size())
+                losses = [recipe.loss(model, batch)[0] for batch in own]
             dist.all_reduce(loss := torch.stack(losses).mean(), dist.ReduceOp.AVG)
             curve.append(loss.item())
     total = exchange and exchange.stats().total

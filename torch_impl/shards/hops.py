@@ -113,7 +113,8 @@ class Hop:
         """Take over what waits since the last call, unless a step was not finite: on any rank, then
         ``note`` is NaN."""
         if self.waits is not None:
-            torch.where((note + self._fine).isnan(), self.waits, self._new, out=self.waits)
+            old, new = self.waits.view(torch.int32), self._new.view(torch.int32)
+            torch.where((note + self._fine).isnan(), old, new, out=old)
             del self._new
 
     def reset(self) -> None:
