@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import steps_report
 from hvd_compress.cli.main import main
 from hvd_compress.systems.graphs import as_topology, second_eigenvalue
 
@@ -267,3 +268,54 @@ def test_a_loss_in_a_page_is_one_of_accuracy(page):
     known = repeated().get(page, []) + NO_LOSS.get(page, [])
     losses = LOSS.findall(text_of(page))
     assert [loss for loss in losses if not any(loss in own for own in known)] == []
+
+
+#: networks of benchmarks/steps.json
+SHARED, SLOW = "shm", "4x1gbit"
+#: what pages repeat of the times of ResNet-50: how they say it, the network, and the rows
+TIMES = [
+    ("docs/faq.md", "fp16 takes {} ms and float32 {}.", SHARED, ("Horovod fp16", "Horovod fp32")),
+    ("docs/faq.md", "per tensor it takes {} ms", SHARED, ("plain top-k",)),
+    ("docs/faq.md", "`TopK(density=0.001)` takes {} ms", SHARED, ("topk:density=0.001",)),
+    ("docs/faq.md", "{} ms in float32 and {} in fp16", SLOW, ("Horovod fp32", "Horovod fp16")),
+    ("docs/faq.md", "`DGC(density=0.001)` {}.", SLOW, ("dgc:density=0.001",)),
+    ("docs/faq.md", "takes {} ms where fp16 takes {}", SLOW, ("onebit", "Horovod fp16")),
+    ("docs/methods/dgc.md", "{} ms against {} at 1", SLOW, ("dgc:compact", "dgc:density=0.001")),
+]
+
+
+def test_pages_repeat_the_times_of_the_benchmark():
+    rows = steps_report.cells(steps_report.read(ROOT / "benchmarks/steps.json"))
+    for page, words, network, names in TIMES:
+        own = rows[network, "torch", "resnet50", 0.0]
+        said = words.format(*(f"{1000 * own[name].median:.0f}" for name in names))
+        assert said in text_of(page), f"{page}: {said}"
+    own = rows[SLOW, "torch", "resnet50", 0.0]
+    beyond = [
+        own[name].median - own["backward"].median for name in ("powersgd:rank=2", "Horovod fp16")
+    ]
+    said = "{:.0f} ms beyond backward, and fp16 {:.0f}".format(*(1000 * t for t in beyond))
+    assert said in text_of("docs/faq.md")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            "--ranks 2 --bandwidth 100mbit --optimizer sgd",
+            "expects {rank_2:.0f} ms per step with `powersgd:rank=2`, and {seconds:.1f} s with",
+        ),
+        (
+            "--ranks 512 --bandwidth 10gbit",
+            "expects {fp16:.0f} ms per step with fp16 and {rank_2:.0f} with PowerSGD",
+        ),
+    ],
+)
+def test_the_page_of_questions_repeats_what_advise_expects(options, words, capsys):
+    main(["advise", "--model", "resnet50", *options.split()])
+    said = capsys.readouterr().out
+    fp16, rank_2 = (
+        float(re.search(rf"^{name} +([\d.]+) ms", said, re.MULTILINE)[1])
+        for name in ("fp16", "powersgd:rank=2")
+    )
+    assert words.format(fp16=fp16, rank_2=rank_2, seconds=fp16 / 1000) in text_of("docs/faq.md")
