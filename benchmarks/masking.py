@@ -258,7 +258,7 @@ def save(known: dict[str, Any], path: Path) -> None:
 
 def table(cells: list[Cell], seeds: int, known: dict[str, Any]) -> str:
     """One row a cell of which a run is known: the mean, and one standard deviation."""
-    lines = ["| | score | test loss | sent a step | in the last | seeds |", f"|{'---|' * 6}"]
+    lines = ["| | score | test loss | sent per step | in the last | seeds |", f"|{'---|' * 6}"]
     for cell in cells:
         found = [known[key] for seed in range(seeds) if (key := cell.key(seed)) in known]
         if found:

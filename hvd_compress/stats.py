@@ -114,7 +114,7 @@ class Stats:
     >>> stats.layers["w"].elements_sent, stats.total.elements_sent, stats.total.dense_bytes
     (100, 101, 40400)
     >>> stats.line().partition(", 0 B received")[0]
-    '1 steps, 448 B sent a step of 39.5 KiB dense (ratio of bytes 90.2, elements sent 1.0000%)'
+    '1 steps, 448 B sent per step, 39.5 KiB dense (ratio of bytes 90.2, elements sent 1.0000%)'
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Stats:
         t = self.total
         steps = max(t.steps, 1)
         return (
-            f"{t.steps} steps, {human_bytes(t.bytes_sent / steps)} sent a step of "
+            f"{t.steps} steps, {human_bytes(t.bytes_sent / steps)} sent per step, "
             f"{human_bytes(t.dense_bytes / steps)} dense (ratio of bytes {t.ratio:.1f}, "
             f"elements sent {t.density:.4%}), {human_bytes(t.bytes_received)} received in all, "
             f"residual norm {t.residual_norm:.3g}"

@@ -358,7 +358,7 @@ def train(name: str, seed: int, steps: int) -> Run:
     dense = 4 * sum(p.numel() for p in model.parameters())
     return {
         "what travels": system.travels,
-        "sent a step": mean,
+        "sent per step": mean,
         "by the busiest": max(sents),
         "ratio": dense / mean if mean else float("inf"),
         "in the last quarter": statistics.mean(lates),
@@ -369,7 +369,7 @@ def train(name: str, seed: int, steps: int) -> Run:
 
 COLUMNS = {
     "what travels": first,
-    "sent a step": size,
+    "sent per step": size,
     "by the busiest": size,
     "ratio": times,
     "in the last quarter": size,
@@ -408,7 +408,7 @@ def main() -> None:
     if hvd.rank():
         return
     print(
-        f"\n{RANKS} ranks, {options.steps} steps, {options.seeds} seeds\nsent a step: on average "
+        f"\n{RANKS} ranks, {options.steps} steps, {options.seeds} seeds\nsent per step: on average "
         "over ranks and all steps; ratio: to the gradient in every step\n"
     )
     print(table(runs, COLUMNS, "system"))

@@ -83,7 +83,7 @@ class Run:
         late = self.bytes_sent[-1] - (self.bytes_sent[-2] if len(self.bytes_sent) > 1 else 0)
         return {
             f"test {self.measure.name}": self.final,
-            "sent a step": self.bytes_sent[-1] / self.steps,
+            "sent per step": self.bytes_sent[-1] / self.steps,
             "ratio": self.dense_bytes / self.bytes_sent[-1],
             "in last epoch": late * len(self.bytes_sent) / self.steps,
             "late ratio": self.dense_bytes / (late * len(self.bytes_sent)),
@@ -96,7 +96,7 @@ def table(runs: list[Run]) -> str:
     groups, measure = by_method(runs), runs[0].measure
     columns: study.Columns = {
         f"test {measure.name}": lambda scores: study.spread(scores) + measure.unit,
-        "sent a step": study.size,
+        "sent per step": study.size,
         "ratio": study.times,
         "in last epoch": study.size,
         "late ratio": study.times,

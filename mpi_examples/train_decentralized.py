@@ -115,7 +115,7 @@ def train(name: str, seed: int) -> Run:
         "average model": accuracy(model, x_test, y_test),
         "worst of ranks": worst,
         "distance": statistics.mean(squares) ** 0.5,
-        "sent a step": statistics.mean(sent),
+        "sent per step": statistics.mean(sent),
         "by busiest": max(sent),
         "of dense": statistics.mean(sent) / (4 * len(mean)),
         "time a step": seconds / steps,
@@ -126,7 +126,7 @@ COLUMNS = {
     "average model": percent,
     "worst of ranks": percent,
     "distance": lambda values: f"{statistics.mean(values):.1e}",
-    "sent a step": size,
+    "sent per step": size,
     "by busiest": size,
     "of dense": lambda values: f"{statistics.mean(values):.2f}x",
     "time a step": milliseconds,
@@ -139,7 +139,7 @@ if __name__ == "__main__":
         print(
             f"\n{world.size} ranks, {options.topology}, {options.data} data, {options.epochs} "
             f"epochs, {options.seeds} seeds, lr {options.lr:g}, momentum {options.momentum:g}\n"
-            "sent a step: to neighbours, on average over ranks; of dense: beside the gradient\n"
+            "sent per step: to neighbours, on average over ranks; of dense: beside the gradient\n"
             "distance: of the ranks' models from their average, relative to its norm\n"
         )
         print(table(runs, COLUMNS))

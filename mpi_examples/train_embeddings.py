@@ -128,12 +128,12 @@ def train(rows: str, seed: int) -> Run:
         with torch.no_grad():
             loss = loss_of(model, *unseen.draw(np.random.default_rng(0), batch)).item() / batch
     sent = statistics.mean(world.allgather(optimizer.compression.stats().total.bytes_sent))
-    return {"test loss": loss, "sent a step": sent / options.steps}
+    return {"test loss": loss, "sent per step": sent / options.steps}
 
 
 COLUMNS = {
     "test loss": lambda losses: spread(losses, 3),
-    "sent a step": size,
+    "sent per step": size,
 }
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ class Auto(Compressor, name="auto"):
             other = "none" if best == "fp16" else "fp16"
             seconds = seconds_of(pieces, network, backward)
             why = (
-                f"{best}, {_span(seconds[best])} a step against {_span(seconds[other])} with "
+                f"{best}, {_span(seconds[best])} per step against {_span(seconds[other])} with "
                 f"{other} ({where})"
             )
         return best, "; ".join([why, *notes])

@@ -23,7 +23,7 @@ class Choice:
     Raises:
         ConfigError: ``text`` is no method.
 
-    >>> Choice("fp16", "fp16, 332 ms a step against 610 ms with none").method
+    >>> Choice("fp16", "fp16, 332 ms per step against 610 ms with none").method
     FP16(algorithm=None, rows='float16')
     """
 

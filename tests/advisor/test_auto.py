@@ -190,7 +190,7 @@ def test_the_reason(monkeypatch):
     assert best == "fp16"
     # Work is measured here, so digits behind the second may be others.
     assert why.startswith("fp16, 3.")
-    assert " s a step against 7." in why
+    assert " s per step against 7." in why
     monkeypatch.setattr(auto, "_SECONDS", 0.0)
     best, why = Auto(accuracy="measured").choice(X, X.values(), Network(2, 1e13), 1.0)
     assert why.startswith(f"the network is not your bottleneck: {best} (")

@@ -49,7 +49,7 @@ def test_numbers_for_json():
 
 def test_one_line():
     assert STATS.line() == (
-        "10 steps, 1.2 KiB sent a step of 391.0 KiB dense (ratio of bytes 333.7, elements sent "
+        "10 steps, 1.2 KiB sent per step, 391.0 KiB dense (ratio of bytes 333.7, elements sent "
         "0.1998%), 27.3 KiB received in all, residual norm 5"
     )
     assert "0 steps" in Stats({}).line()
