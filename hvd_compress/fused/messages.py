@@ -14,9 +14,9 @@ from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.kernels import merge
 from hvd_compress.operators import Selector
 from hvd_compress.requests import Gather
-from hvd_compress.wire import (
+from hvd_compress.wire.frame import (
+    SparseFrames,
     decode,
-    decode_sparse,
     dense_is_shorter,
     encode_dense,
     encode_sparse,
@@ -38,8 +38,9 @@ class Numbers:
     """
 
     def __init__(self, dtype: str, indices: str, n: int, counts: Sequence[int]) -> None:
-        self._dtype, self._indices, self._n, self._count = dtype, indices, n, sum(counts)
-        self.size = None if indices == "packed" else sparse_size(self._count, n, dtype)
+        self._dtype, self._indices, self._n = dtype, indices, n
+        self._frames = SparseFrames(sum(counts), n, dtype, indices)
+        self.size = None if indices == "packed" else sparse_size(sum(counts), n, dtype)
 
     def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the message, and the values as receivers see them (float32)."""
@@ -50,11 +51,11 @@ class Numbers:
         return self._framed(indices, values), values.astype(np.float32, copy=False)
 
     def _framed(self, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
-        return encode_sparse(indices, values, self._n, self._indices)
+        return self._frames.encode(indices, values)
 
     def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the indices and values (float32) in a message."""
-        indices, values = decode_sparse(frame, self._n, self._dtype, self._count, sender=sender)
+        indices, values = self._frames.decode(frame, sender)
         return indices, values.astype(np.float32, copy=False)
 
 
@@ -67,7 +68,7 @@ class Unknown(Numbers):
 
     def _framed(self, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
         if not dense_is_shorter(indices.size, self._n, self._dtype, self._indices):
-            return super()._framed(indices, values)
+            return encode_sparse(indices, values, self._n, self._indices)
         whole = np.zeros(self._n, self._dtype)
         whole[indices] = values
         return encode_dense(whole)

@@ -16,7 +16,17 @@ import numpy as np
 from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
-from hvd_compress.wire.header import START, Header, Kind, failing, length_tag, opened, padded
+from hvd_compress.wire.header import (
+    START,
+    Header,
+    Kind,
+    failing,
+    header_in,
+    length_tag,
+    opened,
+    padded,
+    seal,
+)
 from hvd_compress.wire.indices import best_parameter, gaps_of, pack, unpack
 
 #: what senders can be asked for; "int32" is int64 where indices need that
@@ -72,24 +82,67 @@ def encode_sparse(
     (float16, float32 or float64).  ``codec="packed"``: about log2(n / count) + 1.5 bits an index,
     and never more bytes than without.  ``whole``: elements of the vector that these ``n`` are a
     region of; receivers must expect the same."""
-    check_choice("codec", codec, CODECS)
-    name = _name_of(values.dtype)
-    count, size = indices.size, sparse_size(indices.size, n, name)
-    if codec == "packed":
-        gaps = gaps_of(indices, index_dtype(n))
-        if count and gaps.min() < 0:
-            raise ConfigError(f"indices must be ascending; got {indices!r}")
-        found = best_parameter(gaps, n)
-        if found and (packed_size := padded(found[1] + values.nbytes)) < size:
-            frame = np.zeros(packed_size, np.uint8)
-            pack(gaps, found[0], frame[START:])
-            _put(frame, packed_size - values.nbytes, values)
-            return _sealed(frame, Kind.SPARSE, name, "packed", count, whole or n)
-    frame = np.zeros(size, np.uint8)
-    dtype = index_dtype(n)
-    end = _put(frame, START, indices.astype(dtype, copy=False))
-    _put(frame, end, values)
-    return _sealed(frame, Kind.SPARSE, name, dtype, count, whole or n)
+    return SparseFrames(indices.size, n, _name_of(values.dtype), codec, whole).encode(
+        indices, values
+    )
+
+
+class SparseFrames:
+    """Frames of ``count`` entries, as :func:`encode_sparse` makes and :func:`decode_sparse` reads
+    them, for a sender whose frames are all alike: what they have in common is found out once."""
+
+    def __init__(
+        self, count: int, n: int, values: str, codec: str = "int32", whole: int | None = None
+    ) -> None:
+        check_choice("codec", codec, CODECS)
+        self._count, self._n, self._values, self._whole = count, n, values, whole or n
+        self._packs, self._dtype = codec == "packed", index_dtype(n)
+        self._stored, self._index = _stored(values), np.dtype(self._dtype).newbyteorder("<")
+        self._size, self._of_values = sparse_size(count, n, values), count * self._stored.itemsize
+        fields = Kind.SPARSE, VALUES[values]
+        forms = (self._dtype, "packed")
+        self._plain, self._packed = (
+            Header(*fields, _INDICES[form], length_tag(self._whole), count).packed()
+            for form in forms
+        )
+
+    def encode(self, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """See :func:`encode_sparse`."""
+        if self._packs:
+            gaps = gaps_of(indices, self._dtype)
+            if self._count and gaps.min() < 0:
+                raise ConfigError(f"indices must be ascending; got {indices!r}")
+            found = best_parameter(gaps, self._n)
+            if found and (size := padded(found[1] + self._of_values)) < self._size:
+                frame = np.zeros(size, np.uint8)
+                pack(gaps, found[0], frame[START:])
+                frame[size - self._of_values :].view(self._stored)[:] = values
+                return seal(frame, self._packed)
+        frame = np.zeros(self._size, np.uint8)
+        end = START + self._count * self._index.itemsize
+        frame[START:end].view(self._index)[:] = indices
+        frame[end : end + self._of_values].view(self._stored)[:] = values
+        return seal(frame, self._plain)
+
+    def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
+        """See :func:`decode_sparse`."""
+        header = header_in(frame)
+        is_plain = header == self._plain and frame.size == self._size
+        start = frame.size - self._of_values
+        if is_plain:
+            start = START + self._count * self._index.itemsize
+        is_short = start >= START and frame.size % 8 == 0 and frame.size < self._size
+        if not is_plain and not (header == self._packed and is_short):  # this says what is wrong
+            own = self._n, self._values, self._count
+            return decode_sparse(frame, *own, sender=sender, whole=self._whole)
+        code, decoded = frame[START:start], frame[start : start + self._of_values]
+        try:
+            indices = (
+                plain_indices(code, self._n) if is_plain else unpack(code, self._count, self._n)
+            )
+        except ValueError as error:
+            raise failing(sender, _CAUSES)(str(error)) from None
+        return indices, decoded.view(self._stored)
 
 
 def encode_dense(
@@ -106,6 +159,11 @@ def encode_dense(
     frame = np.zeros(padded(values.nbytes), np.uint8)
     _put(frame, START, values)
     return _sealed(frame, Kind.DENSE, name, "none", values.size, whole or values.size)
+
+
+def _stored(values: str) -> np.dtype:
+    """Return the dtype that values have in a frame."""
+    return np.dtype("uint16" if values == "bfloat16" else values).newbyteorder("<")
 
 
 def _put(frame: np.ndarray, start: int, array: np.ndarray) -> int:
@@ -185,7 +243,7 @@ def _decode(
     if expected is not None and entries != expected:
         raise fail(f"{entries} entries where {expected} were expected")
 
-    stored = np.dtype("uint16" if values == "bfloat16" else values)
+    stored = _stored(values)
     item, is_packed = stored.itemsize, index_code == _INDICES["packed"]
     if is_packed:
         start = frame.size - entries * item
@@ -199,7 +257,7 @@ def _decode(
     if length != length_tag(whole):
         raise fail(f"it belongs to a vector that has not the {whole} elements of this rank's")
 
-    decoded = frame[start : start + entries * item].view(f"<{stored.str[1:]}")
+    decoded = frame[start : start + entries * item].view(stored)
     if kind == Kind.DENSE:
         return None, decoded
     try:

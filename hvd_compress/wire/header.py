@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import struct
+import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -49,14 +50,30 @@ class Header(NamedTuple):
     tag: int
     number: int
 
-    def seal(self, frame: np.ndarray) -> np.ndarray:
-        """Write this header and the checksum into a frame (1-D, uint8); return the frame."""
+    def packed(self) -> bytes:
+        """Return the bytes in front of the checksum."""
         if self.number >= 2**32:
             raise PayloadError(f"{self.number} entries do not fit in one message; split the tensor")
-        own = _FIELDS.pack(_MAGIC, VERSION, *self)
-        frame[: _FIELDS.size] = np.frombuffer(own, np.uint8)
-        frame[_FIELDS.size : START].view("<u4")[0] = _checksum(frame)
-        return frame
+        return _FIELDS.pack(_MAGIC, VERSION, *self)
+
+    def seal(self, frame: np.ndarray) -> np.ndarray:
+        """Write this header and the checksum into a frame (1-D, uint8); return the frame."""
+        return seal(frame, self.packed())
+
+
+def seal(frame: np.ndarray, header: bytes) -> np.ndarray:
+    """Write a header (:meth:`Header.packed`) and the checksum into a frame; return the frame."""
+    frame[: _FIELDS.size] = np.frombuffer(header, np.uint8)
+    frame[_FIELDS.size : START].view("<u4")[0] = _checksum(frame)
+    return frame
+
+
+def header_in(frame: np.ndarray) -> bytes | None:
+    """Return the header of a frame that arrived as :meth:`Header.packed` does; ``None`` unless its
+    checksum matches."""
+    if frame.size < START or _checksum(frame) != frame[_FIELDS.size : START].view("<u4")[0]:
+        return None
+    return frame[: _FIELDS.size].tobytes()
 
 
 def opened(frame: np.ndarray, *kinds: Kind, fail: Fail) -> Header:
@@ -101,4 +118,4 @@ def length_tag(n: int) -> int:
 
 
 def _checksum(frame: np.ndarray) -> int:
-    return crc32(frame[START:], crc32(frame[: _FIELDS.size]))
+    return crc32(frame[START:], zlib.crc32(frame[: _FIELDS.size]))

@@ -22,7 +22,6 @@ from hvd_compress.kernels import (
     rice_pack,
     rice_unpack,
 )
-from hvd_compress.kernels.bitpacking import full_bytes
 
 #: what 64-bit integers allow with room to spare, and no gaps of real tensors need more
 _MOST_BITS, _MOST_ELEMENTS = 48, 2**56
@@ -52,26 +51,24 @@ def best_parameter(gaps: np.ndarray, n: int) -> tuple[int, int] | None:
     middle = min(max(b, 1), _MOST_BITS - 1)
     *known, gamma, delta = index_bits(gaps, middle)
 
-    def bits(b: int) -> int:
-        near = 0 <= b - middle + 1 < len(known)
-        return count * (b + 1) + (known[b - middle + 1] if near else quotients(gaps, b))
-
-    best = bits(b)
+    sums = {middle - 1 + i: known[i] for i in range(len(known))}  # of quotients
+    best = count * (b + 1) + sums[b]
     for step in (1, -1):
-        while 0 <= b + step <= _MOST_BITS and (other := bits(b + step)) < best:
+        while 0 <= b + step <= _MOST_BITS:
+            if b + step not in sums:
+                sums[b + step] = quotients(gaps, b + step)
+            if (other := count * (b + step + 1) + sums[b + step]) >= best:
+                break
             b, best = b + step, other
     lengths = (gamma - count) // 2  # the sum of L, and of M
     widths = (delta - count - lengths) // 2
-    sizes = [(_bytes(count * b, best - count * b), b)]
+    # Each part of a code has bytes of its own, and in front is the parameter.
+    size = 1 + (count * b + 7) // 8 + (best - count * b + 7) // 8
     if n <= 2**_MOST_BITS:
-        sizes.append((_bytes(count + lengths, lengths), _GAMMA))
-        sizes.append((_bytes(count + widths, widths, lengths), _DELTA))
-    size, b = min(sizes)
+        of_gamma = 1 + (count + lengths + 7) // 8 + (lengths + 7) // 8
+        of_delta = 1 + (count + widths + 7) // 8 + (widths + 7) // 8 + (lengths + 7) // 8
+        size, b = min((size, b), (of_gamma, _GAMMA), (of_delta, _DELTA))
     return b, size
-
-
-def _bytes(*parts: int) -> int:
-    return 1 + sum(map(full_bytes, parts))
 
 
 def pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:
