@@ -97,6 +97,30 @@ def agreement(terms: Terms, like: Array) -> Exchange:
     return Outcome(most, most, {})
 
 
+#: what helps when the ranks' tensors differ
+SAME_TENSORS = (
+    "All ranks must exchange the same tensors in a step. If a gradient is sparse on some ranks and "
+    "dense on others, pass sparse_as_dense=True"
+)
+
+
+class Comparing:
+    """The base of engines that compare the ranks: an error that may wait is raised when
+    nothing is in flight any more."""
+
+    _late: MismatchError | None = None
+
+    def _note(self, compared: Outcome) -> None:
+        """Keep the error that :func:`agreement` has returned, if any."""
+        if isinstance(compared.mean, MismatchError):
+            self._late = compared.mean
+
+    def _raise_late(self) -> None:
+        error, self._late = self._late, None
+        if error is not None:
+            raise error
+
+
 def encode(terms: Terms) -> bytes:
     return json.dumps(dict(terms)).encode()
 

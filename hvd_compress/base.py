@@ -29,6 +29,7 @@ a successful exchange the old dict must not be used any more.
 from __future__ import annotations
 
 import abc
+import operator
 import weakref
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -219,7 +220,7 @@ class Tensors(NamedTuple):
         """Return an entry of the state of each tensor; ``None`` if one has none."""
         key = self.prefix + key
         try:
-            return [state[key] for state in self.states]
+            return list(map(operator.itemgetter(key), self.states))
         except KeyError:
             return None
 

@@ -24,7 +24,7 @@ import numpy as np
 from hvd_compress.advisor.shapes import Shapes, elements_of, sampled
 from hvd_compress.agreement import Terms
 from hvd_compress.base import Array
-from hvd_compress.engines.base import alone
+from hvd_compress.engines.joining import alone
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.errors import NeedsTuning
 from hvd_compress.kernels.low_rank import matrix_shape

@@ -23,7 +23,7 @@ from hvd_compress import methods
 from hvd_compress.base import Compressor, Context
 from hvd_compress.config import lookup
 from hvd_compress.engines import lockstep
-from hvd_compress.engines.base import alone
+from hvd_compress.engines.joining import alone
 from hvd_compress.errors import NeedsTuning
 from hvd_compress.requests import Collective
 

@@ -11,9 +11,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from hvd_compress.agreement import Terms
-from hvd_compress.base import Array, Outcome
-from hvd_compress.errors import MismatchError
-from hvd_compress.requests import Batch, Collective, Joint
+from hvd_compress.base import Array
 
 
 class Engine(Protocol):
@@ -70,49 +68,3 @@ class Engine(Protocol):
             planned: the ranks know which tensors make a bucket.
             like: as in :meth:`agree`.
         """
-
-
-class Comparing:
-    """The base of engines that compare the ranks: an error that may wait is raised when
-    nothing is in flight any more."""
-
-    _late: MismatchError | None = None
-
-    def _note(self, compared: Outcome) -> None:
-        """Keep the error that :func:`hvd_compress.agreement.agreement` has returned, if any."""
-        if isinstance(compared.mean, MismatchError):
-            self._late = compared.mean
-
-    def _raise_late(self) -> None:
-        error, self._late = self._late, None
-        if error is not None:
-            raise error
-
-
-#: what helps when the ranks' tensors differ
-SAME_TENSORS = (
-    "All ranks must exchange the same tensors in a step. If a gradient is sparse on some ranks and "
-    "dense on others, pass sparse_as_dense=True"
-)
-
-
-def alone(
-    exchange: Generator[Any, Any, Any], note: Callable[[Collective, Any], None] | None = None
-) -> Generator[Collective, Any, Any]:
-    """The exchange of a tensor in a bucket of its own, or of a bucket by its plan.  Requests for
-    many tensors are answered here.  ``note(request, reply)`` learns of each of its collectives."""
-    reply = None
-    while True:
-        try:
-            request = exchange.send(reply)
-        except StopIteration as stop:
-            return stop.value
-        if isinstance(request, Batch):
-            (reply,) = Batch.answers([request])
-            continue
-        if isinstance(request, Joint):
-            (reply,) = yield from alone(request.function([request.argument]), note)
-            continue
-        reply = yield request
-        if note is not None:
-            note(request, reply)

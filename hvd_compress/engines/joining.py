@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Generator, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Averages, Context, Outcome, Place, Plan, Spec, State, Tensors
-from hvd_compress.engines.counting import count, counted, share_out
 from hvd_compress.requests import Batch, Collective, Joint
+from hvd_compress.sharding import divided
 from hvd_compress.stats import Record
 
 Round = Generator[Collective, Any, None]
@@ -141,8 +144,16 @@ def exchanged(
     plan: Plan, tensors: Tensors, step: Context, record: Record
 ) -> Generator[Collective, Any, Averages]:
     """Run the exchange of a bucket by its plan, and count its bytes to ``record``."""
-    exchange = counted(plan.exchange(tensors, step), record, step.rank, step.size)
-    averages: Averages = yield from exchange
+    exchange, reply = plan.exchange(tensors, step), None
+    while True:
+        try:
+            request = exchange.send(reply)
+        except StopIteration as stop:
+            averages: Averages = stop.value
+            break
+        record.bytes_sent += request.nbytes
+        reply = yield request
+        count(record, request, reply, step.rank, step.size)
     if tensors.flat is None:
         return averages
     own = enumerate(tensors.states)  # whose owner may not have them yet
@@ -196,3 +207,152 @@ def _joint(group: Sequence[Member], rank: int, size: int) -> Round:
     share_out(record, [member.record for member in group], weights)
     for member, reply in zip(group, replies, strict=True):
         member.advance(reply)
+
+
+def alone(
+    exchange: Generator[Any, Any, Any], note: Callable[[Collective, Any], None] | None = None
+) -> Generator[Collective, Any, Any]:
+    """The exchange of a tensor that is in a bucket of its own, or of a bucket by its plan: what
+    concerns many tensors is answered here.  ``note(request, reply)`` learns of each of its
+    collectives."""
+    reply = None
+    while True:
+        try:
+            request = exchange.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(request, Batch):
+            (reply,) = Batch.answers([request])
+            continue
+        if isinstance(request, Joint):
+            (reply,) = yield from alone(request.function([request.argument]), note)
+            continue
+        reply = yield request
+        if note is not None:
+            note(request, reply)
+
+
+def counted(
+    exchange: Generator[Any, Any, Any], record: Record, rank: int, size: int
+) -> Generator[Collective, Any, Any]:
+    """Return an exchange whose bytes are counted to ``record``."""
+
+    def note(request: Collective, reply: Any) -> None:
+        record.bytes_sent += request.nbytes
+        count(record, request, reply, rank, size)
+
+    return alone(exchange, note)
+
+
+def count(record: Record, request: Collective, reply: Any, rank: int, size: int) -> None:
+    """Count what a request has sent beside its own bytes, and what it has received."""
+    sent, received = request.count(reply, rank, size)
+    if not isinstance(sent, int) or sent:  # a symbol and 0 would be a node of a graph
+        record.bytes_sent += sent
+    record.bytes_received += received
+
+
+def share_out(record: Record, records: Sequence[Record], weights: Sequence[int]) -> None:
+    """Count the bytes of a common exchange to tensors, by their weights."""
+    bounds = np.array([0, *itertools.accumulate(weights)])
+    sent, received = (_shares(n, bounds) for n in (record.bytes_sent, record.bytes_received))
+    for own, its_sent, its_received in zip(records, sent, received, strict=True):
+        own.bytes_sent = _plus(own.bytes_sent, its_sent)
+        own.bytes_received = _plus(own.bytes_received, its_received)
+
+
+def _shares(n: Any, bounds: np.ndarray) -> Sequence[Any]:
+    """Return the parts of ``n``, a number or a symbol, between the bounds."""
+    is_number = isinstance(n, int)
+    if is_number and n * int(bounds[-1]) >= 2**63:
+        bounds = bounds.astype(object)
+    parts = divided(n, bounds[-1], bounds[:-1], bounds[1:])
+    if is_number:
+        found: list[int] = parts.tolist()
+        return found
+    return backend_of(n).unstack(parts)  # a few operations for all
+
+
+def _plus(count: Any, n: Any) -> Any:
+    """Return the sum.  A symbol is not added to 0, since each sum would be a node of its graph."""
+    return n if isinstance(count, int) and count == 0 else count + n
+
+
+#: numbers of bytes of steps that a :class:`Tally` remembers
+_MOST_ALIKE = 64
+
+
+class Tally:
+    """Counts the steps of a bucket for all of its tensors at once.
+
+    Args:
+        names: of the tensors.
+        weights: by which tensors share the bytes of a step.
+        extents: the elements and bytes of their gradients, uncompressed.
+        counts: how many elements are sent of each; ``None`` where each step says it.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        weights: Sequence[int],
+        extents: Sequence[tuple[int, int]],
+        counts: Sequence[int | None],
+    ) -> None:
+        self._names, self.weights, self.extents = names, weights, extents
+        self._known = [0 if count is None else count for count in counts]
+        self._bounds = np.array([0, *itertools.accumulate(weights)])
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self._steps, self._sums = 0, np.zeros((3, len(self.weights)), np.int64)
+        self._alike: dict[tuple[int, int], int] = {}  # steps, by the bytes sent and received
+        self._symbols: list[list[Any]] = []  # the same of each step of a graph
+
+    def count(self, record: Record, counts: Any = None) -> None:
+        """Count a step.
+
+        Args:
+            record: the bytes of all.
+            counts: how many elements were sent of each, where that was not known.
+        """
+        self._steps += 1
+        sent, received = nbytes = record.bytes_sent, record.bytes_received
+        if not (isinstance(sent, int) and isinstance(received, int)):
+            found = [0] * len(self.weights) if counts is None else counts
+            self._symbols.append([*(_shares(n, self._bounds) for n in nbytes), found])
+            return
+        if counts is not None:
+            self._sums[2] += np.array(counts, np.int64)
+        self._alike[nbytes] = self._alike.get(nbytes, 0) + 1
+        if len(self._alike) > _MOST_ALIKE:
+            self._share_out()
+
+    def _share_out(self) -> None:
+        """Add up what each tensor has sent and received."""
+        alike, self._alike = self._alike, {}
+        for nbytes, steps in alike.items():
+            for row, n in zip(self._sums, nbytes, strict=False):
+                row += steps * np.array(_shares(n, self._bounds), np.int64)
+
+    def settle(self, records: dict[str, Record]) -> None:
+        """Add what was counted to the records of the tensors."""
+        if not self._steps:
+            return
+        self._share_out()
+        own = [records.setdefault(name, Record()) for name in self._names]
+        each = zip(own, self.extents, self._known, self._sums.T.tolist(), strict=True)
+        for record, (elements, nbytes), known, (sent, received, found) in each:
+            record.steps += self._steps
+            record.elements += self._steps * elements
+            record.dense_bytes += self._steps * nbytes
+            record.elements_sent += self._steps * known + found
+            record.bytes_sent += sent
+            record.bytes_received += received
+        for columns in self._symbols:
+            for record, sent, received, found in zip(own, *columns, strict=True):
+                record.bytes_sent = _plus(record.bytes_sent, sent)
+                record.bytes_received = _plus(record.bytes_received, received)
+                record.elements_sent = _plus(record.elements_sent, found)
+        self.clear()

@@ -12,11 +12,11 @@ from typing import Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor, Context, Outcome, Plan, State
-from hvd_compress.engines.base import alone
 from hvd_compress.engines.joining import (
     Entry,
     Member,
     Placed,
+    alone,
     exchanged,
     groups_of,
     joined,

@@ -17,10 +17,9 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from hvd_compress.agreement import Terms, agreement
+from hvd_compress.agreement import SAME_TENSORS, Comparing, Terms, agreement
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
-from hvd_compress.engines.base import SAME_TENSORS, Comparing
 from hvd_compress.errors import MismatchError, PayloadError, UnsupportedError
 from hvd_compress.requests import (
     Alltoall,

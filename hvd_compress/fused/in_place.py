@@ -33,8 +33,7 @@ from hvd_compress.base import (
 from hvd_compress.chain import Transform, in_range
 from hvd_compress.errors import CompressionError
 from hvd_compress.fused.on_host import Memory, exchange_on_host
-from hvd_compress.kernels import are_flat
-from hvd_compress.kernels.arrays import MOVED, Column, addresses
+from hvd_compress.kernels.arrays import MOVED, Column
 from hvd_compress.requests import Collective, Request
 from hvd_compress.times import begin_phase
 
@@ -112,6 +111,7 @@ class InPlacePlan(Plan):
     """The plan of a bucket.
 
     Attributes:
+        xp: the backend of the arrays.
         keys: of the states that are used.
         sizes: of the tensors.
         requests: of an exchange in host memory, in their turn, with arrays like those that will be
@@ -126,7 +126,8 @@ class InPlacePlan(Plan):
 
     def __init__(self, form: Any, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
         super().__init__(form, specs, key, step)
-        self.sizes = [backend_of(spec.x).size(spec.x) for spec in specs]
+        self.xp = backend_of(specs[0].x)
+        self.sizes = [self.xp.size(spec.x) for spec in specs]
         self.counts = self.sizes if form.sends_all else self.weights
         self.additive = form.additive
         self._device = getattr(specs[0].x, "device", None)
@@ -137,22 +138,34 @@ class InPlacePlan(Plan):
         """Return the sizes of an entry of the states."""
         return self.sizes
 
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """The sizes of all gradients and states, in the order of the keys."""
+        columns = [self.sizes, *map(self.sizes_of, self.keys)]
+        return [n for sizes in columns for n in sizes]
+
+    def addresses(self, arrays: Sequence[Array], lengths: Sequence[int]) -> list[int] | None:
+        """Return where arrays of these lengths are; ``None`` unless all are float32, contiguous and
+        on the device of the bucket."""
+        return self.xp.addresses(arrays, lengths, "float32", self._device)
+
     def takes(self, tensors: Tensors) -> bool:
-        if self.form.before or not are_flat(tensors.gradients, self.sizes, self._device):
+        if self.form.before:
             return False
+        arrays = [*tensors.gradients]
         for key in self.keys:
-            column = tensors.column(key)
-            if column is None or not are_flat(column, self.sizes_of(key), self._device):
+            if (column := tensors.column(key)) is None:
                 return False
-        return True
+            arrays += column
+        return self.addresses(arrays, self.lengths) is not None
 
     def exchange(self, tensors: Tensors, step: Context) -> Generator[Request, Any, Averages]:
         gradients, x = tensors.gradients, tensors.flat
-        xp, is_known = backend_of(gradients[0]), x is None
+        xp, is_known = self.xp, x is None
         if xp.traces:
             return (yield from exchange_on_host(self, tensors, step))
         x = gradients if x is None else x
-        states = {key: tensors.column(key) or [] for key in self.keys}
+        states = dict(zip(self.keys, map(tensors.column, self.keys), strict=True))
         if not is_known:
             states = {key: [flat(each) for each in column] for key, column in states.items()}
         dtypes = ["float32"] if is_known else [xp.dtype(gradient) for gradient in gradients]
@@ -246,18 +259,20 @@ class Arrays:
         self.counts: list[int] | None = None
         self.new: list[State] | None = None
         self.dtypes = ["float32"]
-        self.states = states
-        parts = [(gradients, bucket.sizes)] if out is gradients else []
-        parts = parts or [(gradients, bucket.sizes), (out, bucket.sizes)]
-        parts += [(column, bucket.sizes_of(key)) for key, column in states.items()]
-        self._arrays = [x for arrays, _ in parts for x in arrays]
-        self._sizes = [n for _, sizes in parts for n in sizes]
-        self._found = self._addresses()
-        self.columns, start = list[Column](), 0
-        for arrays, sizes in parts:
-            stop = start + len(arrays)
-            self.columns.append(Column(arrays, sizes, self._found[start:stop]))
-            start = stop
+        self._plan, self.states, self._arrays = bucket, states, [*gradients]
+        columns, count = [gradients, *states.values()], len(gradients)
+        sizes, lengths = [bucket.sizes, *map(bucket.sizes_of, states)], bucket.lengths
+        if out is not gradients:
+            columns.insert(1, out)
+            sizes.insert(1, bucket.sizes)
+            lengths = [*bucket.sizes, *lengths]
+        for column in columns[1:]:
+            self._arrays += column
+        self._lengths = lengths
+        if (found := bucket.addresses(self._arrays, lengths)) is None:
+            raise CompressionError(MOVED)
+        self._found, places = found, np.array(found, np.int64).reshape(-1, count)
+        self.columns = list(map(Column, columns, sizes, places))
         if out is gradients:
             self.columns.insert(1, self.columns[0])
 
@@ -278,19 +293,15 @@ class Arrays:
         Raises:
             CompressionError: one has other memory than when the step began.
         """
-        if not np.array_equal(self._addresses(), self._found):
+        if self._plan.addresses(self._arrays, self._lengths) != self._found:
             raise CompressionError(MOVED)
-
-    def _addresses(self) -> np.ndarray:
-        found = addresses(self._arrays, self._sizes)
-        if found is None:
-            raise CompressionError(MOVED)
-        return found
 
     @functools.cached_property
     def views(self) -> Views:
         """The same as arrays of NumPy, which keep their memory until the exchange is over."""
-        x, out, *states = (column.flat_on_host() for column in self.columns)
+        flat, count = self._plan.xp.flat_on_host(self._arrays), len(self.gradients)
+        x, *states = (flat[i : i + count] for i in range(0, len(flat), count))
+        out = states.pop(0) if len(states) > len(self.states) else x
         return Views(x, out, dict(zip(self.states, states, strict=True)))
 
 

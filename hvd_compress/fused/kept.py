@@ -9,7 +9,6 @@ states in a second pass.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -61,49 +60,63 @@ def spares() -> Spares:
 class Kept:
     """The old states of the tensors of a bucket in a step.
 
+    Args:
+        states: of each state, flat arrays in its memory, one a tensor.
+        places: the same, where each is kept.
+        columns: of these places.
+        spare: the memory of all but the first, and the pool that it was taken from.
+
     Attributes:
-        columns: where each state is kept.
+        columns: see the argument.
         holds: the old states are there, and the new ones in their places.
     """
 
-    def __init__(self, states: Sequence[Sequence[np.ndarray]], columns: list[Column]) -> None:
-        self._states, self.columns = states, columns
+    def __init__(
+        self,
+        states: Sequence[Sequence[np.ndarray]],
+        places: list[list[np.ndarray]],
+        columns: list[Column],
+        spare: tuple[Spares, np.ndarray] | None,
+    ) -> None:
+        self._states, self._places, self.columns, self._spare = states, places, columns, spare
         self.holds = False
-        self._spare: tuple[Spares, np.ndarray] | None = None
 
     @classmethod
     def of(
-        cls, states: Sequence[Sequence[np.ndarray]], out: Sequence[np.ndarray], pool: Spares
+        cls,
+        states: Sequence[Sequence[np.ndarray]],
+        out: list[np.ndarray],
+        at_out: Column,
+        pool: Spares,
     ) -> Kept | None:
         """Return where states are kept; ``None`` if there is no room.
 
         Args:
-            states: of each state, flat arrays in its memory, one per tensor.
-            out: arrays where results are written; the first state is kept there.
+            states: of each state, flat arrays in its memory, one a tensor.
+            out: arrays where results are written, ``at_out``; the first state is kept there.
             pool: has memory for the others.
         """
-        first, *others = states
-        sizes = [x.size for x in first]
-        kept = cls(states, [Column(out, sizes)])
-        if overlap(kept.columns[0]):  # what is kept of one tensor would be another's gradient
+        if overlap(at_out):  # what is kept of one tensor would be another's gradient
             return None
-        if not others:
-            return kept
-        bounds = np.cumsum([0, *sizes]).tolist()
-        if (memory := pool.take(len(others) * bounds[-1])) is None:
-            return None
-        kept._spare = pool, memory
-        for i in range(len(others)):
-            own = memory[i * bounds[-1] :]
-            parts = [own[a:b] for a, b in itertools.pairwise(bounds)]
-            kept.columns.append(Column(parts, sizes))
-        return kept
+        places, columns, spare, count = [out], [at_out], None, len(states) - 1
+        if count:
+            sizes = np.array(at_out.sizes)
+            ends = np.cumsum(np.tile(sizes, count))
+            if (memory := pool.take(int(ends[-1]))) is None:
+                return None
+            spare, starts = (pool, memory), memory.ctypes.data + 4 * (ends - np.tile(sizes, count))
+            for i in range(count):
+                own = slice(i * len(sizes), (i + 1) * len(sizes))
+                first, last = ends[own.start] - sizes[0], ends[own.stop - 1]
+                places.append(np.split(memory[first:last], ends[own][:-1] - first))
+                columns.append(Column(places[-1], at_out.sizes, starts[own]))
+        return cls(states, places, columns, spare)
 
     def put_back(self, tensors: Sequence[int] | None = None) -> None:
         """Write old states where they were, of some tensors or all."""
-        for states, column in zip(self._states, self.columns, strict=True):
+        for states, places in zip(self._states, self._places, strict=True):
             for i in range(len(states)) if tensors is None else tensors:
-                np.copyto(states[i], column.arrays[i])
+                np.copyto(states[i], places[i])
 
     def close(self) -> None:
         """Hand the memory on."""

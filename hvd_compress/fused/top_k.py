@@ -100,10 +100,9 @@ class TopKPlan(InPlacePlan):
         self.requests = [gather_of(self._message)]
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
-        momenta = self.form.momenta_in_use(arrays.momenta)
         kept = self._kept(arrays, step)
         try:
-            finite = yield from self._met(arrays, step, momenta, kept)
+            return (yield from self._met(arrays, step, kept))
         except BaseException:  # also of who gives the exchange up
             if kept is not None and kept.holds:
                 kept.put_back()
@@ -111,13 +110,13 @@ class TopKPlan(InPlacePlan):
         finally:
             if kept is not None:
                 kept.close()
-        return finite
 
     def _met(
-        self, arrays: Arrays, step: Context, momenta: Sequence[float] | None, kept: Kept | None
+        self, arrays: Arrays, step: Context, kept: Kept | None
     ) -> Generator[Request, Any, np.ndarray]:
-        xp, like = backend_of(arrays.gradients[0]), arrays.gradients[0]
+        xp, like = self.xp, arrays.gradients[0]
         begin_phase("search")
+        momenta = self.form.momenta_in_use(arrays.momenta)
         steps = self._steps(arrays, kept=kept)
         indices, values, _ = self._selection.select(steps, momenta, self.form.nesterov)
         if kept is not None:
@@ -151,16 +150,15 @@ class TopKPlan(InPlacePlan):
         if self.memory is not None or step.sparse or not step.in_place:
             return None
         views = arrays.views
-        return Kept.of([views.states[key] for key in self.keys], views.out, self._spares)
+        return Kept.of([*views.states.values()], views.out, arrays.columns[1], self._spares)
 
     def _steps(
         self, arrays: Arrays, new: Sequence[State] | None = None, kept: Kept | None = None
     ) -> Steps:
         x, _, *states = arrays.columns
         to = states if new is None else [Column([s[key] for s in new]) for key in self.keys]
-        rows = [column for pair in zip(states, to, strict=True) for column in pair]
-        none = [None] * (4 - len(rows))
-        return Steps(x, *rows, *none, *(() if kept is None else kept.columns))
+        residuals, velocities = (*zip(states, to, strict=True), (None, None))[:2]
+        return Steps(x, *residuals, *velocities, *(() if kept is None else kept.columns))
 
     def _settle(
         self,

@@ -29,7 +29,6 @@ from hvd_compress.kernels.arrays import (
     Selected,
     Steps,
     addresses,
-    are_flat,
     momenta_of,
 )
 
@@ -40,7 +39,6 @@ __all__ = [
     "Steps",
     "add_up",
     "addresses",
-    "are_flat",
     "crc32",
     "elias_pack",
     "elias_unpack",

@@ -65,11 +65,6 @@ def addresses(arrays: Sequence[Array], sizes: Sequence[int]) -> np.ndarray | Non
     return None if found is None else np.array(found, np.int64)
 
 
-def are_flat(arrays: Sequence[Array], sizes: Sequence[int], device: Any) -> bool:
-    """Return whether all arrays are as :func:`addresses` wants them, and on ``device``."""
-    return backend_of(arrays[0]).addresses(arrays, sizes, "float32", device) is not None
-
-
 class Steps(NamedTuple):
     """The arrays of a bucket in one step: those that are read, and those where the new state is
     written, which may be the same.  Without momentum there are no velocities; without residuals

@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from hvd_compress.agreement import Terms, agreement
+from hvd_compress.agreement import SAME_TENSORS, Comparing, Terms, agreement
 from hvd_compress.backends import backend_of
 from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.base import Array, Sparse
-from hvd_compress.engines.base import SAME_TENSORS, Comparing
 from hvd_compress.errors import MismatchError
 from hvd_compress.meetings.sparse_vectors import densify, give_back
 from hvd_compress.mpi.dense import ALGORITHMS

@@ -30,11 +30,11 @@ from hvd_compress.base import (
 )
 from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine
-from hvd_compress.engines.counting import Tally
 from hvd_compress.engines.joining import (
     Entry,
     Member,
     Placed,
+    Tally,
     exchanged,
     groups_of,
     joined,

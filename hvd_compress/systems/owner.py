@@ -11,7 +11,7 @@ from hvd_compress.agreement import Terms
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
-from hvd_compress.engines.counting import counted
+from hvd_compress.engines.joining import counted
 from hvd_compress.reduce.state_file import StateHeader, entry, read_header, refused
 from hvd_compress.requests import Collective
 from hvd_compress.stats import Record

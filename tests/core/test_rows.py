@@ -28,7 +28,7 @@ from hvd_compress.base import Context
 from hvd_compress.codecs import linear
 from hvd_compress.codecs.frame import decode_coded, encode_sent
 from hvd_compress.engines import lockstep
-from hvd_compress.engines.base import alone
+from hvd_compress.engines.joining import alone
 from hvd_compress.methods.rows import Rows, as_rows, exchange_rows, keeps_residual, rows_state
 from hvd_compress.tensorflow import rows as tf_rows
 from hvd_compress.torch.state import store as torch_store

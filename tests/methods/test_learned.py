@@ -12,8 +12,7 @@ import torch
 from hvd_compress import LGC, After, ConfigError, Context, Gather, PoorFit, Sum
 from hvd_compress.advisor.shapes import resnet50
 from hvd_compress.blocks import chain, fading_memory, top_k
-from hvd_compress.engines.base import alone
-from hvd_compress.engines.joining import Member, joined
+from hvd_compress.engines.joining import Member, alone, joined
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
 from hvd_compress.learned import learned_allreduce, learned_server, numpy_network

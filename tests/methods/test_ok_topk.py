@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from hvd_compress import ConfigError, OkTopk, TopK
 from hvd_compress.base import Context
 from hvd_compress.blocks import chain, ok_topk
-from hvd_compress.engines.base import alone
+from hvd_compress.engines.joining import alone
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
 from hvd_compress.meetings.ok_topk import Regions

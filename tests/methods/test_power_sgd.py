@@ -13,7 +13,7 @@ from hvd_compress import ConfigError, Context, PowerSGD
 from hvd_compress.advisor.shapes import Shapes, linear, norm, ptb_lstm
 from hvd_compress.backends import backend_of
 from hvd_compress.blocks import chain, error_feedback, power_sgd
-from hvd_compress.engines.base import alone
+from hvd_compress.engines.joining import alone
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.meetings.factors import orthonormal_rows
 from hvd_compress.requests import Sum

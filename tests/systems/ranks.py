@@ -13,7 +13,7 @@ import threading
 import numpy as np
 
 from hvd_compress.agreement import differences, encode
-from hvd_compress.engines.base import alone
+from hvd_compress.engines.joining import alone
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.errors import MismatchError
 from hvd_compress.requests import Alltoall, Broadcast, Gather, Neighbors

@@ -7,7 +7,7 @@ import torch
 
 from hvd_compress.base import Context
 from hvd_compress.engines import lockstep
-from hvd_compress.engines.base import alone
+from hvd_compress.engines.joining import alone
 from hvd_compress.methods.rows import as_rows
 from hvd_compress.torch.state.store import exchange_rows
 

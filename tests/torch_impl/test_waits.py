@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hvd_compress.engines.counting import counted
+from hvd_compress.engines.joining import counted
 from hvd_compress.requests import Alltoall, Gather
 from hvd_compress.stats import Record
 from hvd_compress.torch import backend
