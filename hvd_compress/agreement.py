@@ -63,11 +63,12 @@ _OPTIMIZER = (
 _PROGRESS = {"step", "epoch"}
 
 
-def agreement(terms: Terms, like: Array) -> Exchange:
+def agreement(terms: Terms, like: Array | None = None) -> Exchange:
     """Compare ``terms`` over the ranks.
 
     Args:
-        like: an array; the messages are made by its backend, on its device.
+        like: an array; the messages are made by its backend, on its device.  ``None``: they are
+            arrays of NumPy.
 
     Returns:
         In ``mean`` an error, to be raised after the exchanges under way, if the ranks differ in
@@ -77,15 +78,15 @@ def agreement(terms: Terms, like: Array) -> Exchange:
     Raises:
         MismatchError: on every rank, if they differ otherwise.
     """
-    xp, text = backend_of(like), encode(terms)
+    text = encode(terms)
     own = digest(text)
     # The largest digest and the smallest: both are this rank's only if all are.
     mine = np.array([own, -own])
-    most = yield Max(xp.from_numpy(mine, like))
-    if (xp.to_numpy(most) != mine).any():
-        everyone = yield Gather(xp.from_numpy(encode_bytes(text, _TERMS), like))
+    most = yield Max(_given(mine, like))
+    if (_read(most, like) != mine).any():
+        everyone = yield Gather(_given(encode_bytes(text, _TERMS), like))
         texts = [
-            decode_bytes(xp.to_numpy(frame), _TERMS, sender=f"rank {rank}").tobytes()
+            decode_bytes(_read(frame, like), _TERMS, sender=f"rank {rank}").tobytes()
             for rank, frame in enumerate(everyone)
         ]
         if _differing(texts) <= {OPTIMIZER, WEIGHTS}:
@@ -95,6 +96,15 @@ def agreement(terms: Terms, like: Array) -> Exchange:
                 return Outcome(error, most, {})
         check(texts)
     return Outcome(most, most, {})
+
+
+def _given(x: np.ndarray, like: Array | None) -> Array:
+    return x if like is None else backend_of(like).from_numpy(x, like)
+
+
+def _read(x: Array, like: Array | None) -> np.ndarray:
+    found: np.ndarray = x if like is None else backend_of(like).to_numpy(x)
+    return found
 
 
 #: what helps when the ranks' tensors differ

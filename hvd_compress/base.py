@@ -432,6 +432,12 @@ class Compressor(Configurable, abc.ABC, kind="method"):
         composition.  This is called before all other methods."""
         return self
 
+    def momentum_inside(self, momentum: float, nesterov: bool) -> tuple[float, bool]:
+        """Return the (momentum, nesterov) that act inside the exchange of a method that takes
+        momentum: its own, and else the optimizer's."""
+        own = self.momentum, self.nesterov
+        return momentum if own[0] is None else own[0], nesterov if own[1] is None else own[1]
+
     def rows_at(self, context: Context) -> str:
         """Return how rows are sent in a step: ``rows``, unless the method is a composition."""
         return self.rows

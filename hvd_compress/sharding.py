@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 
@@ -19,14 +20,15 @@ def bounds_of(n: int, parts: int, unit: int = 1) -> list[int]:
     return [min(n, unit * (units * i // parts)) for i in range(parts + 1)]
 
 
-def shards_of(n: int, parts: int, unit: int = 1) -> list[slice]:
+@functools.lru_cache(4096)
+def shards_of(n: int, parts: int, unit: int = 1) -> tuple[slice, ...]:
     """The pieces between :func:`bounds_of`, in order.
 
     >>> shards_of(5, 2)
-    [slice(0, 2, None), slice(2, 5, None)]
+    (slice(0, 2, None), slice(2, 5, None))
     """
     bounds = bounds_of(n, parts, unit)
-    return list(map(slice, bounds, bounds[1:]))
+    return tuple(map(slice, bounds, bounds[1:]))
 
 
 def divided(n: Any, whole: int, start: Any, stop: Any) -> Any:

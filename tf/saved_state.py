@@ -25,9 +25,9 @@ import tensorflow as tf
 from hvd_compress.base import Compressor
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
-from hvd_compress.reduce.averages import averaged
 from hvd_compress.reduce.state_file import (
     StateHeader,
+    averaged,
     entry,
     lost,
     read_header,

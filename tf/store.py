@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
-from hvd_compress.integrations.optimizers import momentum_inside
 from hvd_compress.methods.rows import as_rows, keeps_residual, rows_state
 from hvd_compress.reduce import Reducer, Store
 from hvd_compress.reduce.homes import Kind, look_of
@@ -132,7 +131,7 @@ class VariableStore:
         """Return the (momentum, nesterov) that act inside the exchange."""
         if not self.method.takes_momentum:
             return 0.0, False
-        return momentum_inside(self.method, self.momentum, self.nesterov)
+        return self.method.momentum_inside(self.momentum, self.nesterov)
 
     def known_epoch(self) -> tf.Tensor:
         """Return the epoch, which a graph checks when it runs."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -147,20 +146,8 @@ def gradient_dtype(p: Parameter, name: str) -> torch.dtype:
     return dtype
 
 
-def changed_by_hand(
-    param_groups: Sequence[dict[str, Any]], known: Sequence[Parameter]
-) -> str | None:
-    """Return how parameter groups differ from the parameters that an optimizer was made with, which
-    it watches and has names for; ``None``: they do not."""
-    now = [p for group in param_groups for p in group["params"]]
-    if len(now) != len(known):
-        return f"they have {len(now)} parameters in the place of {len(known)}"
-    others = sum(map(operator.is_not, now, known))
-    return f"{others} of their parameters are others than before" if others else None
-
-
 def not_told(change: str) -> ConfigError:
-    """Return the error for parameter groups that differ as :func:`changed_by_hand` says."""
+    """Return the error for parameter groups that differ from what an optimizer was told."""
     return ConfigError(
         f"the optimizer's param_groups were changed by hand: {change}. Add parameters by "
         "optimizer.add_param_group({'params': [...]}) on all ranks; where others replace old ones, "

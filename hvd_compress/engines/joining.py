@@ -144,7 +144,8 @@ def exchanged(
     plan: Plan, tensors: Tensors, step: Context, record: Record
 ) -> Generator[Collective, Any, Averages]:
     """Run the exchange of a bucket by its plan, and count its bytes to ``record``."""
-    exchange, reply = plan.exchange(tensors, step), None
+    exchange: Generator[Any, Any, Averages] = plan.exchange(tensors, step)
+    reply = None
     while True:
         try:
             request = exchange.send(reply)

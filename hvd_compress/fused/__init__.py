@@ -8,11 +8,9 @@ one addition.
 
 from hvd_compress.fused.coded import FusedAllgather, FusedAlltoall
 from hvd_compress.fused.dense import FusedSum
-from hvd_compress.fused.drawn import FusedDrawn
-from hvd_compress.fused.elements import FusedElements
+from hvd_compress.fused.elements import FusedDrawn, FusedElements
 from hvd_compress.fused.low_rank import FusedLowRank
-from hvd_compress.fused.messages import dense_is_less
-from hvd_compress.fused.top_k import FusedTopK
+from hvd_compress.fused.top_k import FusedTopK, dense_is_less
 
 __all__ = [
     "FusedAllgather",

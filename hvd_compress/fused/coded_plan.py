@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import zlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +17,14 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Spec
 from hvd_compress.codecs import Codec
+from hvd_compress.fused.in_place import Arrays
+from hvd_compress.fused.on_device import gathered, scattered
 from hvd_compress.fused.stages import StagedForm, StagedPlan
+from hvd_compress.kernels import loops_of
 from hvd_compress.operators.at_random import own_generator
+from hvd_compress.requests import Request
 from hvd_compress.sharding import shards_of
+from hvd_compress.times import begin_phase
 from hvd_compress.wire.header import START, Header, Kind, failing, opened, padded
 
 OWNED = "owner_residual"
@@ -133,7 +138,7 @@ class CodedPlan(StagedPlan):
         pairs = list(zip(self.codecs, self.sizes, strict=True))
         shards = [[slice(0, n)] for n in self.sizes]
         if not is_whole:
-            shards = [shards_of(n, self.size, codec.unit(n)) for codec, n in pairs]
+            shards = [[*shards_of(n, self.size, codec.unit(n))] for codec, n in pairs]
         # Owners feed back what they leave out, whether a transform does or not.
         if form.stages.feeds_back or not is_whole:
             for codec, own in zip(self.codecs, shards, strict=True):
@@ -198,3 +203,73 @@ def decoding() -> Iterator[None]:
         yield
     except ValueError as error:
         raise failing("a rank", _CAUSES)(str(error)) from None
+
+
+class CodedOnDevice(CodedPlan):
+    """The plan of a bucket in a device's memory, with the same messages and the same bits as on the
+    host: messages are written where they are sent from, and read where they arrive."""
+
+    def __init__(
+        self, form: Any, specs: Sequence[Spec], key: Hashable, step: Context, *which: Any
+    ) -> None:
+        super().__init__(form, specs, key, step, *which)
+        like = specs[0].x
+        loops = loops_of(like)
+        self._step, self._joined = loops.CodesStep(self, like), loops.joined
+
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, None]:
+        try:
+            yield from self._met(arrays, step)
+        finally:
+            self._step.forget()
+
+    def _met(self, arrays: Arrays, step: Context) -> Generator[Request, Any, None]:
+        xp, work, stages = backend_of(arrays.gradients[0]), self._step, self.form.stages
+        x, out, *states = arrays.columns
+        columns = dict(zip(self.keys, states, strict=True))
+        owned = columns.pop(OWNED, None)
+        begin_phase("encode")
+        if owned is not None:
+            self.look(owned.arrays)
+        parts, whole = self._parts(arrays, step), self._joined(x.arrays)
+        own = {key: self._joined(column.arrays) for key, column in columns.items()}
+        updated = [
+            stages.updated(whole[at], {key: state[at] for key, state in own.items()}, context)
+            for at, context in parts
+        ]
+        passed_on, kept = xp.end_to_end([x for x, _ in updated]), [its for _, its in updated]
+        frames = work.encode(passed_on, self.randoms(self.runs, step))
+        del whole, own, updated, passed_on
+        seals, checks = [m.seal for m in self.messages], [m.opened for m in self.replies]
+        if owned is None:
+            arrived = yield from gathered(frames[0], seals[0], checks * self.size, step)
+        else:
+            check = self.messages[self.rank].opened
+            arrived = yield from scattered(frames, seals, check, step)
+            begin_phase("add_up")
+            reply = work.add_up(arrived, owned, self.randoms(self.mine, step, 1))
+            seal = self.replies[self.rank].seal
+            arrived = yield from gathered(reply, seal, checks, step, self.equal_sizes)
+        begin_phase("add_up")
+        mean = work.mean(arrived)
+        xp.write_into(out.arrays, mean)
+        if stages.transforms:
+            sent = work.sent()
+            rows = zip(parts, kept, strict=True)
+            found = [
+                stages.settled(sent[at], its, mean[at], context) for (at, context), its in rows
+            ]
+            if stages.finishes:
+                work.write("out", out, xp.end_to_end([direction for direction, _ in found]), False)
+            for key, column in columns.items():
+                work.write(key, column, xp.end_to_end([its[key] for _, its in found]))
+        if owned is not None:
+            work.write_owned(owned)
+
+    def _parts(self, arrays: Arrays, step: Context) -> list[tuple[slice, Context]]:
+        """Return the parts of the tensors end to end that transforms take at once: all of them, or
+        where tensors have momenta of their own each tensor; and what they are told of a part."""
+        if len(set(arrays.momenta)) == 1:
+            whole = slice(0, self._step.tensors[-1].stop)
+            return [(whole, arrays.context(step, 0))]
+        return [(at, arrays.context(step, i)) for i, at in enumerate(self._step.tensors)]

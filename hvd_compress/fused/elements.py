@@ -1,9 +1,11 @@
-"""Selected elements of what any elementwise transforms make of the tensors of a bucket.
+"""Elements that are selected, or drawn by all ranks alike, of what elementwise transforms make of
+the tensors of a bucket.
 
 A chain of such transforms, EF21 say, and an allgather of the largest elements, or of those beyond a
-threshold, treats a bucket at once.  Its blocks treat one tensor after the other, with the same
-bits; tests hold the two equal.  The result of momentum correction and error feedback needs no
-memory: :mod:`hvd_compress.fused.top_k` does the same for these in fewer passes.
+threshold, or a sum of drawn ones, does for a bucket at once what its blocks do for one tensor after
+the other, and gives the same bits; tests hold the two equal.  Of momentum correction and error
+feedback, whose result needs no memory, :mod:`hvd_compress.fused.top_k` does the same in fewer
+passes.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from hvd_compress.backends import numpy
 from hvd_compress.base import Context, Sparse, Spec
 from hvd_compress.codecs import logarithmic
 from hvd_compress.fused.in_place import Arrays
-from hvd_compress.fused.messages import finite_of, gather_of, merged, message_of, part_of, scattered
 from hvd_compress.fused.stages import StagedForm, StagedPlan
+from hvd_compress.fused.top_k import finite_of, gather_of, merged, message_of, part_of, scattered
 from hvd_compress.kernels import Column, Selection, Steps
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators import Selector, top_k
-from hvd_compress.requests import Request
+from hvd_compress.operators.at_random import random_k, shared_generator
+from hvd_compress.requests import Request, Sum
 from hvd_compress.times import begin_phase
 
 
@@ -118,3 +122,85 @@ class ElementsPlan(StagedPlan):
                     at = self.form.select.select(x, self.counts[i], its)
                     found.append((at, x[at]))
         return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedDrawn(StagedForm):
+    """A form for whole buckets; see :class:`hvd_compress.fused.in_place.InPlaceForm`.
+
+    Attributes:
+        select: how many elements.
+        unbiased: values are scaled by n/k.
+        wire, algorithm: of the sum.
+    """
+
+    sends_all: ClassVar[bool] = False
+
+    select: random_k
+    unbiased: bool
+    wire: str | None
+    algorithm: str | None
+
+    def weight(self, context: Context) -> int:
+        return self.select.count(math.prod(context.shape), context)
+
+    def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> DrawnPlan:
+        return DrawnPlan(self, specs, key, step)
+
+
+class DrawnPlan(StagedPlan):
+    """The plan of a bucket; see :mod:`hvd_compress.fused.elements`."""
+
+    form: FusedDrawn
+
+    def __init__(
+        self, form: FusedDrawn, specs: Sequence[Spec], key: Hashable, step: Context
+    ) -> None:
+        super().__init__(form, specs, key, step)
+        self._values = np.empty(sum(self.weights), np.float32)
+        self.requests = [Sum(self._values, form.wire, form.algorithm)]
+        self._longest = max(self.sizes)
+
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, list[bool]]:
+        form = self.form
+        begin_phase("search")
+        places = [
+            form.select.draw(n, k, shared_generator(step._replace(name=name)))
+            for name, n, k in zip(self.names, self.sizes, self.weights, strict=True)
+        ]
+        begin_phase("encode")
+        self._encode(arrays, places, step)
+        total = yield self.requests[0]
+        begin_phase("add_up")
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = total / np.float32(self.size)
+            return self._settle(arrays, places, mean, step)
+
+    def _by_tensor(self, values: np.ndarray) -> list[np.ndarray]:
+        return np.split(values, np.cumsum(self.weights)[:-1])
+
+    def _encode(self, arrays: Arrays, places: list[np.ndarray], step: Context) -> None:
+        """Write the values that are sent."""
+        views, values = arrays.views, self._by_tensor(self._values)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for i, (n, at, out) in enumerate(zip(self.sizes, places, values, strict=True)):
+                its = arrays.context(step, i)
+                x = self.passed_on(views, i, slice(0, n), its, self._longest)
+                # Whatever is drawn, the others must see that this step is not finite.
+                out[:] = x[at] if all_finite(x) else np.nan
+                if self.form.unbiased:
+                    out *= np.float32(n / at.size)
+
+    def _settle(
+        self, arrays: Arrays, places: list[np.ndarray], mean: np.ndarray, step: Context
+    ) -> list[bool]:
+        """Write averages and states; return of which tensors they are finite."""
+        views, finite = arrays.views, []
+        values = self._by_tensor(numpy.round_to(self._values, self.form.wire))
+        for i, (at, its_mean) in enumerate(zip(places, self._by_tensor(mean), strict=True)):
+            finite.append(bool(np.isfinite(its_mean).all()))
+            self.settle(
+                *(views, i, slice(0, self.sizes[i]), arrays.context(step, i)),
+                *(Sparse(at, values[i]) if finite[i] else None, scattered(at, its_mean)),
+            )
+        return finite

@@ -5,16 +5,21 @@ bucket at once, in the loops of :mod:`hvd_compress.kernels`.  Its blocks treat o
 other, with the same bits; tests hold the two equal.  The message of a bucket is the
 sparse frame of all its tensors end to end.
 
-One pass computes the next velocities and residuals, looks for the largest elements, and writes the
-new states in place.  The old ones are kept until it is known that the entries of all ranks are
-finite (:mod:`hvd_compress.fused.kept`).  If they cannot be kept, the states are written in a second
-pass then.  The averages take the place of the gradients.
+One pass computes what velocities and residuals will be, looks for the largest elements, and writes
+the new states in place; the old ones are kept until it is known that the entries of all ranks are
+finite (:class:`hvd_compress.fused.in_place.Kept`).  Where they cannot be kept, the states are
+written in a second pass then.  The averages take the place of the gradients.
+
+In a device's memory the message is another, written where it is sent from and read where it
+arrives (:class:`TopKOnDevice`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Hashable, Sequence
+import functools
+import math
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,15 +27,22 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Place, Sparse, Spec, State
 from hvd_compress.codecs import logarithmic
-from hvd_compress.fused.in_place import Arrays, InPlaceForm, InPlacePlan, is_on_host
-from hvd_compress.fused.kept import Kept, spares
-from hvd_compress.fused.messages import Entries, finite_of, gather_of, merged, message_of, part_of
-from hvd_compress.fused.top_k_on_device import TopKOnDevice
-from hvd_compress.kernels import Column, Selection, Steps, add_up, loops_of
-from hvd_compress.operators import top_k
-from hvd_compress.requests import Request
+from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
+from hvd_compress.fused.in_place import Arrays, InPlaceForm, InPlacePlan, Kept, is_on_host, spares
+from hvd_compress.fused.on_device import gathered
+from hvd_compress.kernels import Column, Selection, Steps, add_up, loops_of, merge
+from hvd_compress.operators import Selector, top_k
+from hvd_compress.requests import Gather, Request
 from hvd_compress.times import begin_phase
 from hvd_compress.transforms import momentum_correction
+from hvd_compress.wire.frame import (
+    SparseFrames,
+    decode,
+    dense_is_shorter,
+    encode_dense,
+    encode_sparse,
+    sparse_size,
+)
 
 _V, _R = "velocity", "residual"
 
@@ -188,3 +200,182 @@ class TopKPlan(InPlacePlan):
             means = zip(merged(self.sizes, theirs), dtypes, strict=True)
             parts = [xp.cast(xp.from_numpy(x, None), dtype) for (_, x), dtype in means]
         return np.array([bool(xp.all_finite(part)) for part in parts])
+
+
+class TopKOnDevice(InPlacePlan):
+    """The plan of a bucket in a device's memory.
+
+    What is computed is the same, to the bit.  The message is another, whose size is known
+    beforehand, and of which all parts can be read at the same time: places are those within blocks
+    (:class:`hvd_compress.torch.triton.loops.BlockMessage`).  Whether all ranks' values are finite
+    is found out on the device, and decides there whether states become the new ones.  So the host
+    waits for nothing where the engine reads the device's memory, and else for the message.
+    """
+
+    def __init__(self, form: Any, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+        super().__init__(form, specs, key, step)
+        self.keys, like = form.keys, specs[0].x
+        self._step = loops_of(like).TopKStep(self.sizes, self.weights, form.values, like)
+
+    def results_for(
+        self, x: Sequence[Array], dtypes: Sequence[str], step: Context
+    ) -> Sequence[Array]:
+        if set(dtypes) == {"float32"}:
+            return super().results_for(x, dtypes, step)
+        return [self.empty(each) for each in x]  # gradients are read after results are known
+
+    def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, None]:
+        form = self.form
+        begin_phase("search")
+        momenta = form.momenta_in_use(arrays.momenta)
+        message = self._step.encode(arrays.columns, momenta, form.nesterov)
+        layout = self._step.layout
+        seal, checks = layout.header.seal, [layout.opened] * self.size
+        everything = yield from gathered(message, seal, checks, step)
+        begin_phase("add_up")
+        dtypes = None if set(arrays.dtypes) == {"float32"} else arrays.dtypes
+        masking = form.correction is not None and form.correction.masking
+        self._step.settle(arrays.columns, everything, self.size, masking, dtypes)
+
+
+#: the indices, into all tensors end to end, and the values of a rank
+Entries = tuple[np.ndarray, np.ndarray]
+
+_MOST_ELEMENTS = 2**32
+_FLOAT32 = np.dtype(np.float32)
+
+
+class Numbers:
+    """Messages of a bucket whose values are numbers of a dtype.
+
+    Attributes:
+        size: the bytes of a message, ``None`` if they depend on what is in it.
+    """
+
+    def __init__(self, dtype: str, indices: str, n: int, counts: Sequence[int]) -> None:
+        self._dtype, self._indices, self._n = dtype, indices, n
+        self._frames = SparseFrames(sum(counts), n, dtype, indices)
+        self.size = None if indices == "packed" else sparse_size(sum(counts), n, dtype)
+
+    def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the message, and the values as receivers see them (float32)."""
+        if self._dtype == "float16":
+            limit = np.finfo(np.float16).max
+            values = np.clip(values, -limit, limit)
+        values = values.astype(self._dtype, copy=False)
+        return self._framed(indices, values), values.astype(np.float32, copy=False)
+
+    def _framed(self, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
+        return self._frames.encode(indices, values)
+
+    def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the indices and values (float32) in a message."""
+        indices, values = self._frames.decode(frame, sender)
+        return indices, values.astype(np.float32, copy=False)
+
+
+class Unknown(Numbers):
+    """Messages of as many numbers as their sender selects; see :class:`Numbers`."""
+
+    def __init__(self, dtype: str, indices: str, n: int) -> None:
+        super().__init__(dtype, indices, n, [])
+        self.size = None
+
+    def _framed(self, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
+        if not dense_is_shorter(indices.size, self._n, self._dtype, self._indices):
+            return encode_sparse(indices, values, self._n, self._indices)
+        whole = np.zeros(self._n, self._dtype)
+        whole[indices] = values
+        return encode_dense(whole)
+
+    def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
+        indices, values = decode(frame, self._n, self._dtype, sender=sender)
+        if indices is None:
+            indices = np.arange(self._n)
+        return indices, values.astype(np.float32, copy=False)
+
+
+class CodedEntries:
+    """Messages whose values are coded; see :class:`Numbers`."""
+
+    def __init__(self, codec: logarithmic, indices: str, n: int, counts: Sequence[int]) -> None:
+        self._codec, self._packed, self._n = codec.of_parts(counts), indices == "packed", n
+        self._count = sum(counts)
+        self._random = np.random.default_rng(0)  # which this codec does not ask
+        self.size = None if self._packed else coded_size(self._codec, self._count, _FLOAT32, n)
+
+    def encode(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return encode_sent(self._codec, values, self._random, indices, self._n, packed=self._packed)
+
+    def decode(self, frame: np.ndarray, sender: str) -> tuple[np.ndarray, np.ndarray]:
+        count, n = self._count, self._n
+        indices, values = decode_coded(self._codec, frame, count, _FLOAT32, n, sender=sender)
+        assert indices is not None
+        return indices, values
+
+
+def message_of(
+    values: str | logarithmic, indices: str, n: int, counts: Sequence[int | None]
+) -> Numbers | CodedEntries:
+    """Return the form of a message of ``counts`` entries of each tensor; all of them are ``None``
+    if only the sender knows."""
+    known = [count for count in counts if count is not None]
+    if isinstance(values, str) and len(known) < len(counts):
+        return Unknown(values, indices, n)
+    if isinstance(values, str):
+        return Numbers(values, indices, n, known)
+    return CodedEntries(values, indices, n, known)
+
+
+def gather_of(message: Numbers | CodedEntries) -> Gather:
+    """Return a request like those of such messages, with what there is in fresh memory."""
+    return Gather(np.empty(message.size or 0, np.uint8), message.size is not None)
+
+
+def finite_of(sizes: Sequence[int], theirs: Sequence[Entries]) -> np.ndarray:
+    """Return of which tensors all ranks' values are finite (bool)."""
+    ends, finite = np.cumsum(sizes), np.ones(len(sizes), bool)
+    for indices, values in theirs:
+        if not (fine := np.isfinite(values)).all():
+            finite[np.searchsorted(ends, indices[~fine], side="right")] = False
+    return finite
+
+
+def merged(sizes: Sequence[int], theirs: Sequence[Entries]) -> list[Entries]:
+    """Return the average of each tensor, as the elements that any rank has sent."""
+    indices, values = zip(*theirs, strict=True)
+    places, mean = merge(indices, values, len(theirs))
+    bounds = np.cumsum([0, *sizes])
+    cuts = np.searchsorted(places, bounds)
+    rows = zip(bounds, cuts, cuts[1:], strict=False)
+    return [(places[a:b] - start, mean[a:b]) for start, a, b in rows]
+
+
+def scattered(places: np.ndarray, values: np.ndarray) -> Callable[[np.ndarray], None]:
+    """Return what writes an array with these elements, and zeros elsewhere."""
+    return functools.partial(_scatter, places, values)
+
+
+def _scatter(places: np.ndarray, values: np.ndarray, out: np.ndarray) -> None:
+    out.fill(0)
+    out[places] = values
+
+
+def part_of(select: Selector, values: str | logarithmic, context: Context) -> int | None:
+    """Return how many elements are sent of a tensor of ``context.shape``; ``None`` if these are
+    all, or so many that a dense sum moves fewer bytes."""
+    n = math.prod(context.shape)
+    k = select.count(n, context) if 0 < n < _MOST_ELEMENTS else None
+    if k is None or k == n:
+        return None
+    if isinstance(values, str) and dense_is_less(n, k, values, context.size):
+        return None
+    return k
+
+
+def dense_is_less(n: int, k: int, values: str, size: int) -> bool:
+    """Return whether a dense sum of ``n`` elements over ``size`` ranks moves fewer bytes than an
+    allgather of ``k`` entries."""
+    # A header and an entry more or less do not decide.
+    entries = sparse_size(k, n, values) - sparse_size(1, n, values)
+    return size * entries > 2 * 4 * n

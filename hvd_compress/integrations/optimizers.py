@@ -10,13 +10,6 @@ from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError
 
 
-def momentum_inside(method: Compressor, momentum: float, nesterov: bool) -> tuple[float, bool]:
-    """Return the (momentum, nesterov) that act inside the exchange: those of the method, and else
-    the optimizer's."""
-    own = method.momentum, method.nesterov
-    return momentum if own[0] is None else own[0], nesterov if own[1] is None else own[1]
-
-
 def velocity_of_one(momentum: float, nesterov: bool) -> float:
     """Return the velocity that has the effect of a momentum buffer of 1 in plain SGD: Nesterov
     velocities have a factor m."""

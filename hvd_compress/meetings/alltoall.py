@@ -111,7 +111,7 @@ class _Shards:
 
     @classmethod
     def of(cls, codec: Codec, n: int, dtype: np.dtype, context: Context) -> _Shards:
-        return cls(shards_of(n, context.size, codec.unit(n)), context, n, dtype)
+        return cls([*shards_of(n, context.size, codec.unit(n))], context, n, dtype)
 
     def sizes(self, codec: Codec) -> list[int]:
         return [coded_size(codec, s.stop - s.start, self.dtype) for s in self.shards]

@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.agreement import SAME_TENSORS, Comparing, Terms, agreement
-from hvd_compress.backends import backend_of
+from hvd_compress.backends import backend_of, numpy
 from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.base import Array, Sparse
 from hvd_compress.errors import MismatchError
@@ -54,8 +54,8 @@ _PAUSE = 1e-4
 
 def _reduce(request: Sum | Max, comm: Communicator, tag: int, predivide: float) -> Algorithm:
     array = request.array
-    xp = backend_of(array)
-    dtype = own_dtype = xp.dtype(array)
+    xp = numpy if isinstance(array, np.ndarray) else backend_of(array)
+    dtype = own_dtype = array.dtype.name if xp is numpy else xp.dtype(array)
     op, name, scale, owned = "max", "direct", 1.0, False
     if isinstance(request, Sum):
         op, name, dtype = "sum", request.algorithm or "direct", request.wire or own_dtype
@@ -81,8 +81,11 @@ def _reduce(request: Sum | Max, comm: Communicator, tag: int, predivide: float) 
     elif algorithms:
         yield Work(comm, f"{op} of gradients", algorithms, algorithm.depth)
     result = from_bfloat16(total) if sent_from == "bfloat16" else total
-    summed = xp.cast(xp.from_numpy(result, array), own_dtype)
-    summed = xp.reshape(summed, xp.shape(array))
+    if xp is numpy:
+        summed = result.astype(own_dtype, copy=False).reshape(array.shape)
+    else:
+        summed = xp.cast(xp.from_numpy(result, array), own_dtype)
+        summed = xp.reshape(summed, xp.shape(array))
     return summed * scale if scale != 1 else summed
 
 
@@ -102,31 +105,28 @@ def _sparse_sum(request: SparseSum, comm: Communicator, tag: int, predivide: flo
 
 def _gather(request: Gather, comm: Communicator, tag: int, predivide: float) -> Algorithm:
     payload, ranks = request.payload, comm.peers
-    xp = backend_of(payload)
-    message = xp.to_numpy(payload)
+    message = _on_host(payload)
     like = message if request.equal_sizes else None
     messages = dict.fromkeys(ranks, message)
     arrived = yield from exchange(Channel(comm, tag), messages, ranks, "payloads", like=like)
     arrived[comm.rank] = message
-    return [xp.from_numpy(arrived[rank], payload) for rank in range(comm.size)]
+    return _like(payload, list(map(arrived.__getitem__, range(comm.size))))
 
 
 def _alltoall(request: Alltoall, comm: Communicator, tag: int, predivide: float) -> Algorithm:
-    xp = backend_of(request.payloads[0])
-    messages = list(map(xp.to_numpy, request.payloads))
+    messages = list(map(_on_host, request.payloads))
     arrived = yield from alltoall(Channel(comm, tag), messages, request.equal_sizes)
-    return [xp.from_numpy(part, request.payloads[0]) for part in arrived]
+    return _like(request.payloads[0], arrived)
 
 
 def _neighbors(request: Neighbors, comm: Communicator, tag: int, predivide: float) -> Algorithm:
     payload, sources = request.payload, request.sources
-    xp = backend_of(payload)
-    message = xp.to_numpy(payload)
+    message = _on_host(payload)
     like = message if request.equal_sizes else None
     messages = dict.fromkeys(request.targets, message)
     phase = "messages of neighbours"
     arrived = yield from exchange(Channel(comm, tag), messages, sources, phase, like=like)
-    return [xp.from_numpy(arrived[source], payload) for source in sources]
+    return _like(payload, list(map(arrived.__getitem__, sources)))
 
 
 def _broadcast(request: Broadcast, comm: Communicator, tag: int, predivide: float) -> Algorithm:
@@ -152,6 +152,21 @@ CARRIERS: dict[type[Collective], Callable[..., Algorithm]] = {
 }
 
 
+def _on_host(payload: Array) -> np.ndarray:
+    found: np.ndarray = payload
+    if not isinstance(payload, np.ndarray):
+        found = backend_of(payload).to_numpy(payload)
+    return found
+
+
+def _like(payload: Array, arrived: list[np.ndarray]) -> list[Array]:
+    """Return messages as arrays of the kind of a payload."""
+    if isinstance(payload, np.ndarray):
+        return arrived
+    xp = backend_of(payload)
+    return [xp.from_numpy(message, payload) for message in arrived]
+
+
 def _on_wire(xp: Any, array: Any, dtype: str) -> tuple[np.ndarray, bool]:
     """Return a flat array in host memory, as it is sent, bfloat16 as its bits.
 
@@ -159,6 +174,8 @@ def _on_wire(xp: Any, array: Any, dtype: str) -> tuple[np.ndarray, bool]:
     """
     if dtype == "bfloat16":
         return to_bfloat16(xp.to_numpy(xp.cast(array, "float32")).reshape(-1)), True
+    if xp is numpy and array.dtype.name == dtype:
+        return array.reshape(-1), False
     cast = xp.cast(array, dtype)
     return xp.to_numpy(cast).reshape(-1), cast is not array
 
@@ -197,7 +214,7 @@ class MpiEngine(Comparing):
     def agree(self, terms: Terms, like: Array, at_once: bool = False) -> None:
         self.comm.check()
         # In host memory, wherever the gradients are.
-        self._agreement = self._launch("agreement", agreement(terms, np.empty(0)))
+        self._agreement = self._launch("agreement", agreement(terms))
 
     def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Compare the ranks, for as many steps as the communicator checks calls."""

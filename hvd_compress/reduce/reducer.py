@@ -45,14 +45,19 @@ from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError, UnsupportedError
 from hvd_compress.integrations.optimizers import check_one_momentum
 from hvd_compress.methods import as_compressor
-from hvd_compress.reduce.averages import averaged, largest
 from hvd_compress.reduce.buckets import BUCKET_BYTES, Buckets, label_of
 from hvd_compress.reduce.choice import Choice
 from hvd_compress.reduce.homes import Homes
-from hvd_compress.reduce.state_file import check_array, entry, header_of, read_header, refused
-from hvd_compress.reduce.store import MemoryStore, Store, misfit
-from hvd_compress.reduce.undo import Undo
-from hvd_compress.requests import Request
+from hvd_compress.reduce.state_file import (
+    averaged,
+    check_array,
+    entry,
+    header_of,
+    read_header,
+    refused,
+)
+from hvd_compress.reduce.store import MemoryStore, Store, Undo, misfit
+from hvd_compress.requests import Max, Request
 from hvd_compress.schedules import schedules_of
 from hvd_compress.stats import Record, Stats, norm_of_residual
 from hvd_compress.times import Clock
@@ -151,7 +156,7 @@ class Reducer:
     ) -> None:
         self.compression: Compressor = as_compressor(compression)
         self.choice = Choice() if self.compression.is_chosen_later else None
-        self.method = self.compression if self.choice is None else self.choice.method
+        self._use(self.compression if self.choice is None else self.choice.method)
         check_seed(seed)
         check_momentum(self.compression, momentum)
         self.store = MemoryStore(momentum, nesterov) if store is None else store
@@ -194,6 +199,9 @@ class Reducer:
             engine.finish()
         if store is None:
             self.compression.bind(self)
+
+    def _use(self, method: Compressor) -> None:
+        self.method, self._text, self._schedules = method, repr(method), schedules_of(method)
 
     @property
     def engine(self) -> Engine:
@@ -269,7 +277,8 @@ class Reducer:
         if self._current.size != self._planned_for:  # which ranks see in the same step
             self._planned_for = self._current.size
             self.forget_plan()
-        self._undo.forget()
+        if self.keeps_undo or self.finds_unused:
+            self._undo.forget()
         if self.keeps_undo:
             self._undo.keep(self.store.names())
         self._now = self._circumstances()
@@ -305,7 +314,7 @@ class Reducer:
         called on all ranks between the same steps."""
         self.choice = choice
         if choice.method != self.method:
-            self.method = choice.method
+            self._use(choice.method)
             self.store.use(self.method)
             self.homes = Homes(self.store.names, self.store.get)
             self.forget_plan()
@@ -347,9 +356,11 @@ class Reducer:
         expected, self._in_flight, self._current = self._in_flight, {}, None
         self.step += 1
         self.clock.steps += 1
-        self.homes.begin()
         directions: dict[str, Any] = {}
-        for part in itertools.chain.from_iterable(parts):
+        found = [*itertools.chain.from_iterable(parts)]
+        if dict in map(type, found):
+            self.homes.begin()
+        for part in found:
             directions |= (
                 {name: self._received(name, outcome) for name, outcome in part.items()}
                 if isinstance(part, dict)
@@ -370,7 +381,7 @@ class Reducer:
         """Return the tensors that no rank has a gradient for.  This is a collective."""
         unused, self._unused = self._unused, set()
         used, engine = np.array([name not in unused for name in names], np.int64), self.engine
-        engine.start("used", largest(used, self.store.for_messages(like)))
+        engine.start("used", _largest(used, self.store.for_messages(like)))
         return [name for name, any_ in zip(names, engine.finish()["used"], strict=True) if not any_]
 
     def keep_undo(self) -> None:
@@ -420,7 +431,8 @@ class Reducer:
 
     def forget_undo(self) -> None:
         """Take the averages of the last step for used: it cannot be discarded any more."""
-        self._undo.forget()
+        if self.keeps_undo or self.finds_unused:
+            self._undo.forget()
 
     def abandon(self) -> None:
         """Discard everything in flight, because the collectives failed or a checkpoint was
@@ -465,7 +477,7 @@ class Reducer:
         if not self._agrees:
             terms = {**self._terms(), **self.store.numbers()}
             # Where a schedule says how much is sent, ranks that differ would wait for each other.
-            at_once = bool(schedules_of(self.method))
+            at_once = bool(self._schedules)
             self.engine.agree(terms, self.store.for_messages(like), at_once)
             self._agrees = True
 
@@ -480,7 +492,7 @@ class Reducer:
             return None
         if (of_store := self.store.circumstances()) is None:
             return None
-        schedules = [schedule(self.step, self.epoch) for schedule in schedules_of(self.method)]
+        schedules = [schedule(self.step, self.epoch) for schedule in self._schedules]
         return self.engine.rank, self.engine.size, self.sums, of_store, *schedules
 
     def _go_on(self, names: tuple[str, ...]) -> Generator[Request, Any, Any] | None:
@@ -568,7 +580,7 @@ class Reducer:
             choice = {"compression": repr(self.compression), "choice": self.choice.term()}
         return self.store.terms(
             {
-                "method": repr(self.method),
+                "method": self._text,
                 **choice,
                 "op": "Sum" if self.sums else "Average",
                 "seed": str(self.seed),
@@ -737,6 +749,13 @@ class Reducer:
 def _dtype(x: Array) -> str:
     dtype: str = backend_of(x).dtype(x)
     return dtype
+
+
+def _largest(x: np.ndarray, like: Array) -> Generator[Request, Any, np.ndarray]:
+    """Return the largest of each element over the ranks, by messages like ``like``."""
+    xp = backend_of(like)
+    most: np.ndarray = xp.to_numpy((yield Max(xp.from_numpy(x, like))))
+    return most
 
 
 def check_momentum(method: Compressor, momentum: float) -> None:

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Compressor, State
+from hvd_compress.base import Array, Compressor, Outcome, State
 from hvd_compress.config import is_number, is_whole
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.requests import Sum
 
 VERSION = 1
 
@@ -152,6 +153,12 @@ def restored(
     # Even if it is this rank's own: that of others may be lost.
     state = method.repaired(like, state) if state else state
     return state, [key for key in entries if key not in known]
+
+
+def averaged(x: Array, size: Any) -> Generator[Sum, Any, Outcome]:
+    """Average ``x`` over ``size`` ranks, in its own dtype, as one exchange."""
+    total = yield Sum(x)
+    return Outcome(backend_of(x).divided(total, size), x, {})
 
 
 def refused(problem: str) -> ConfigError:

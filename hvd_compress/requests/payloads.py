@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
+
 from hvd_compress.backends import Array, Output, backend_of
 from hvd_compress.errors import CompressionError, PayloadError
 from hvd_compress.requests.base import LENGTH, Collective, cut_at
@@ -43,8 +45,9 @@ class Gather(Collective):
     def count(self, reply: Any, rank: int, size: int) -> tuple[Any, Any]:
         if size == 1:
             return 0, 0
-        lengths = 0 if self.equal_sizes else LENGTH * size
-        return 0, sum(map(_size, reply)) + lengths - self.nbytes
+        if self.equal_sizes:
+            return 0, (size - 1) * self.nbytes
+        return 0, sum(map(_size, reply)) + LENGTH * size - self.nbytes
 
     @classmethod
     def join(cls, requests: Sequence[Any]) -> Any:
@@ -103,8 +106,10 @@ class Alltoall(Collective):
         return sum(map(_size, self.payloads)) + lengths
 
     def count(self, reply: Any, rank: int, size: int) -> tuple[Any, Any]:
-        lengths = 0 if self.equal_sizes else LENGTH * (size - 1)
-        return 0, sum(map(_size, reply)) - _size(self.payloads[rank]) + lengths
+        own = _size(self.payloads[rank])
+        if self.equal_sizes:  # all have as many bytes for this rank
+            return 0, (size - 1) * own
+        return 0, sum(map(_size, reply)) - own + LENGTH * (size - 1)
 
     @classmethod
     def join(cls, requests: Sequence[Any]) -> Any:
@@ -221,6 +226,8 @@ class Neighbors(Collective):
 
 
 def _size(payload: Array) -> Any:
+    if isinstance(payload, np.ndarray):
+        return payload.size
     return backend_of(payload).size(payload)
 
 

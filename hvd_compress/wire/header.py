@@ -38,7 +38,7 @@ class Kind(enum.IntEnum):
     SERVER = 5  # of a parameter server and its workers
     BUCKET = 6  # values of several tensors in codes: fused/coded_plan.py
     CONTENT = 7  # bytes that are no gradient: wire/content.py
-    BLOCKS = 8  # elements of several tensors, selected on a GPU: fused/top_k_on_device.py
+    BLOCKS = 8  # elements of several tensors, selected on a GPU: torch_impl/triton/loops.py
 
 
 class Header(NamedTuple):
@@ -118,4 +118,4 @@ def length_tag(n: int) -> int:
 
 
 def _checksum(frame: np.ndarray) -> int:
-    return crc32(frame[START:], zlib.crc32(frame[: _FIELDS.size]))
+    return crc32(frame[START:], zlib.crc32(frame[: _FIELDS.size].data))

@@ -1,4 +1,4 @@
-"""Old states, kept while it is not known whether the new ones hold (``fused/kept.py``)."""
+"""Old states, kept while it is not known whether the new ones hold (``fused/in_place.py``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hvd_compress.engines.lockstep import World
 from hvd_compress.engines.named import NamedEngine
 from hvd_compress.errors import CompressionError, PayloadError
 from hvd_compress.fused import kept
-from hvd_compress.fused.kept import Spares, spares
+from hvd_compress.fused.in_place import Spares, spares
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Record
 

@@ -20,7 +20,7 @@ from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Stats
 
 from .. import backend
-from ..amp import running_scale
+from ..amp import running_scale, scaled_passes
 from ..controls import Controls
 from ..parameters import gradient_dtype, is_wrapped
 from ..state.momentum import Momentum, check_sparse_step
@@ -254,7 +254,7 @@ class Binding(Controls):
     def _start(self, watched: Sequence[Watched], in_backward: bool) -> None:
         self.consolidated = None
         self.store.optimizer._synchronized = False
-        if (scale := running_scale()) is not None:
+        if scaled_passes and (scale := running_scale()) is not None:
             if self.reducer.sparse_results:
                 raise ConfigError("sparse_step=True cannot scale losses: leave one of the two out")
             self.store.scale = scale

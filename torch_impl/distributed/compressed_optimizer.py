@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
 import warnings
 import weakref
@@ -24,7 +25,6 @@ from ..amp import forget_scale, running_scale, scaled_passes, this_thread
 from ..eager import run_eagerly
 from ..parameters import (
     Parameter,
-    changed_by_hand,
     check_param_group,
     check_trained,
     gradient_dtype,
@@ -109,8 +109,19 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def check_parameters(self) -> None:
         """Raise ``ConfigError`` if ``param_groups`` were changed by hand."""
-        if (change := changed_by_hand(self.param_groups, self.known_parameters)) is not None:
+        if (change := self._change_of_groups()) is not None:
             raise not_told(change)
+
+    def _change_of_groups(self) -> str | None:
+        """Return how parameter groups differ from the parameters that this was told of, which it
+        watches and has names for; ``None`` if they are these."""
+        now, known = list[Parameter](), self.known_parameters
+        for group in self.param_groups:
+            now += group["params"]
+        if len(now) != len(known):
+            return f"they have {len(now)} parameters in the place of {len(known)}"
+        others = sum(map(operator.is_not, now, known))
+        return f"{others} of their parameters are others than before" if others else None
 
     def _take_charge(self, parameters: Iterable[Parameter]) -> None:
         """Watch parameters, instead of any optimizer that was made of one of them before: both
@@ -160,7 +171,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def reset_hooks(self) -> None:
         """Count backward passes from zero, as at the beginning of a step."""
-        forget_scale()
+        if scaled_passes:
+            forget_scale()
         self._saw_passes = False
         for watched in self._watched.values():
             watched.passes, watched.is_started, watched.gradient = 0, False, None
@@ -227,7 +239,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Average the gradients unless told otherwise, then let the user's optimizer step."""
         self._check_in_charge()
         # Inside the user's step() the gradients would be used before they are averaged.
-        loss = loss_of(closure)
+        loss = None if closure is None else loss_of(closure)
         if self._should_synchronize:
             if self._holds_averages() and not this_thread.scaler_steps:
                 warnings.warn(
@@ -278,7 +290,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if self._synchronized:
             self.compression.drop()
         self._synchronized = False
-        forget_scale()
+        if scaled_passes:
+            forget_scale()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -18,7 +18,6 @@ from hvd_compress.integrations.optimizers import (
     another_kind,
     check_one_momentum,
     check_partner,
-    momentum_inside,
     moved,
     too_coarse,
     velocity_of_one,
@@ -80,15 +79,16 @@ class Momentum:
         if not self.is_taken:
             return [0.0] * len(parameters)
         self._look_again()
-        groups = [self._groups[id(p)] for p in parameters]
-        of_group = {
-            place: self.of_group(group)[0]
-            for place, group in {id(group): group for group in groups}.items()
-        }
-        return [of_group[id(group)] for group in groups]
+        found, momenta = list[float](), dict[int, float]()
+        for p in parameters:
+            group = self._groups[id(p)]
+            if id(group) not in momenta:
+                momenta[id(group)] = self.of_group(group)[0]
+            found.append(momenta[id(group)])
+        return found
 
     def _look_again(self) -> None:
-        groups = self._optimizer.param_groups
+        groups = self._reference().param_groups
         if len(groups) != len(self._read) or any(map(operator.is_not, groups, self._read)):
             self._look(groups)
 
@@ -106,7 +106,7 @@ class Momentum:
         """Return the same of the parameters of a group."""
         if not self.is_taken:
             return 0.0, False
-        return momentum_inside(self._method, group["momentum"], group["nesterov"])
+        return self._method.momentum_inside(group["momentum"], group["nesterov"])
 
     def factor(self, p: torch.nn.Parameter) -> float:
         """Return the velocity that has the effect of a momentum buffer of 1 in plain SGD, with the

@@ -20,7 +20,6 @@ from hvd_compress.reduce.store import Looks, check_state
 from hvd_compress.transforms import momentum_after_averaging
 
 from .. import backend
-from ..parameters import changed_by_hand
 from .momentum import Momentum
 
 #: prefix of this package's entries in ``optimizer.state[p]``
@@ -283,7 +282,7 @@ class ParameterStore(Store):
 
     def terms(self, own: Terms) -> Terms:
         optimizer, groups = self.optimizer, self.optimizer.param_groups
-        change = changed_by_hand(groups, optimizer.known_parameters)
+        change = optimizer._change_of_groups()
         # Else momentum is the optimizer's own affair, and may be about to be broadcast.
         taken = groups if self.method.takes_momentum else ()
         momenta = [(group.get("momentum"), group.get("nesterov")) for group in taken]
