@@ -29,7 +29,6 @@ a successful exchange the old dict must not be used any more.
 from __future__ import annotations
 
 import abc
-import operator
 import weakref
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -215,14 +214,6 @@ class Tensors(NamedTuple):
     prefix: str
     momenta: Sequence[float]
     flat: Sequence[Array] | None = None
-
-    def column(self, key: str) -> list[Array] | None:
-        """Return an entry of the state of each tensor; ``None`` if one has none."""
-        key = self.prefix + key
-        try:
-            return list(map(operator.itemgetter(key), self.states))
-        except KeyError:
-            return None
 
 
 class Averages(NamedTuple):

@@ -12,9 +12,16 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.codecs.base import Array, Coder
-from hvd_compress.wire.frame import VALUES, index_dtype, plain_indices
+from hvd_compress.wire.frame import (
+    VALUES,
+    best_parameter,
+    gaps_of,
+    index_dtype,
+    pack,
+    plain_indices,
+    unpack,
+)
 from hvd_compress.wire.header import START, Header, Kind, failing, opened, padded
-from hvd_compress.wire.indices import best_parameter, gaps_of, pack, unpack
 
 _CAUSES = "the ranks do not run the same version with the same compression options"
 _NOT_FINITE, _PACKED = 1, 2

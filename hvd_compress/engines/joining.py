@@ -213,9 +213,8 @@ def _joint(group: Sequence[Member], rank: int, size: int) -> Round:
 def alone(
     exchange: Generator[Any, Any, Any], note: Callable[[Collective, Any], None] | None = None
 ) -> Generator[Collective, Any, Any]:
-    """The exchange of a tensor that is in a bucket of its own, or of a bucket by its plan: what
-    concerns many tensors is answered here.  ``note(request, reply)`` learns of each of its
-    collectives."""
+    """The exchange of a tensor in a bucket of its own, or of a bucket by its plan.  Requests for
+    many tensors are answered here.  ``note(request, reply)`` learns of each of its collectives."""
     reply = None
     while True:
         try:

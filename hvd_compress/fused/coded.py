@@ -5,10 +5,10 @@ blocks treat one tensor after the other, with the same bits; tests hold the two 
 Shards are those that each tensor has by itself.  One plan serves whole tensors and shards
 (:mod:`hvd_compress.fused.coded_plan`), and the memory that arrays are in decides who does its work.
 
-In host memory the loops of :mod:`hvd_compress.kernels.codecs` do it.  Where all that a chain does
-is to feed back what codes leave out, residuals become the new ones in the pass that codes them; the
-old ones are kept where the results will be until all ranks' values are known to be finite.  Else
-the gradient and this rank's own codes are kept, and states are written then.
+In host memory the loops of :mod:`hvd_compress.kernels.codecs` do it.  If error feedback is the only
+transform, residuals become the new ones in the pass that codes them.  The old ones are kept where
+the results will be until all ranks' values are known to be finite.  Otherwise the gradient and this
+rank's own codes are kept, and states are written then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hvd_compress.fused.coded_plan import (
 )
 from hvd_compress.fused.in_place import Arrays, Views, is_on_host, overlap, room
 from hvd_compress.fused.stages import Sent, StagedForm
-from hvd_compress.kernels import Column, loops_of, threads
+from hvd_compress.kernels import loops_of, threads
 from hvd_compress.requests import Alltoall, Gather, Request
 from hvd_compress.times import begin_phase
 
@@ -193,11 +193,12 @@ class StepOnHost:
         self._fed: dict[int, list[slice]] = {}
 
     def encode(self) -> list[bool]:
-        """Write the codes of all runs; return which are finite.  Of others codes mean nothing."""
+        """Write the codes of all runs; return which are finite.  The codes of others mean
+        nothing."""
         plan, views, n = self.plan, self.arrays.views, threads()
         if self.stages.only_feeds_back and not plan.foreign:
             kept = views.out
-            if overlap(Column(kept, plan.sizes)):  # what is kept of one would be another's gradient
+            if overlap(self.arrays.columns[1]):  # what is kept of one would be another's gradient
                 kept = [np.empty_like(x) for x in kept]
             self._kept, (key,) = kept, self.stages.keys
         fine = []

@@ -207,7 +207,7 @@ def decoding() -> Iterator[None]:
 
 class CodedOnDevice(CodedPlan):
     """The plan of a bucket in a device's memory, with the same messages and the same bits as on the
-    host: messages are written where they are sent from, and read where they arrive."""
+    host.  Messages are written where they are sent from, and read where they arrive."""
 
     def __init__(
         self, form: Any, specs: Sequence[Spec], key: Hashable, step: Context, *which: Any
@@ -267,8 +267,9 @@ class CodedOnDevice(CodedPlan):
             work.write_owned(owned)
 
     def _parts(self, arrays: Arrays, step: Context) -> list[tuple[slice, Context]]:
-        """Return the parts of the tensors end to end that transforms take at once: all of them, or
-        where tensors have momenta of their own each tensor; and what they are told of a part."""
+        """Return the parts of the tensors end to end that transforms take at once, with their
+        circumstances.  These are all of them, or each tensor if tensors have momenta of their
+        own."""
         if len(set(arrays.momenta)) == 1:
             whole = slice(0, self._step.tensors[-1].stop)
             return [(whole, arrays.context(step, 0))]

@@ -12,7 +12,7 @@ import numpy as np
 from hvd_compress.backends import HostFunction, backend_of, numpy
 from hvd_compress.base import Array, Averages, Context, Place, Plan, Spec, State, Tensors
 from hvd_compress.chain import Transform, in_range
-from hvd_compress.fused.in_place import Arrays, InPlacePlan, is_on_host
+from hvd_compress.fused.in_place import Arrays, InPlacePlan, column_of, is_on_host
 from hvd_compress.kernels import loops_of
 from hvd_compress.requests import Request, Sum
 from hvd_compress.transforms.momentum import heavy_ball
@@ -95,7 +95,7 @@ class SumPlan(Plan):
             return False
         if self.form.momentum is None:
             return True
-        column = tensors.column("velocity")
+        column = column_of(tensors, "velocity")
         return column is not None and find(column, self._sizes, *self._kind) is not None
 
     def exchange(self, tensors: Tensors, step: Context) -> Generator[Request, Any, Averages]:
@@ -108,7 +108,7 @@ class SumPlan(Plan):
             return Averages(gradients, {})
         direction, states = xp.divided(total, self.size), dict[int, State]()
         if self.form.momentum is not None:
-            old = self._old(xp, tensors.column("velocity") or [])
+            old = self._old(xp, column_of(tensors, "velocity") or [])
             direction, velocity = self._step(xp, direction, old, tensors.momenta)
             if old is self._velocity and is_written:
                 xp.write_into([old], velocity)

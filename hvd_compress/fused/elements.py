@@ -2,10 +2,9 @@
 the tensors of a bucket.
 
 A chain of such transforms, EF21 say, and an allgather of the largest elements, or of those beyond a
-threshold, or a sum of drawn ones, does for a bucket at once what its blocks do for one tensor after
-the other, and gives the same bits; tests hold the two equal.  Of momentum correction and error
-feedback, whose result needs no memory, :mod:`hvd_compress.fused.top_k` does the same in fewer
-passes.
+threshold, or a sum of drawn ones, treats a bucket at once.  Its blocks treat one tensor after the
+other, with the same bits; tests hold the two equal.  The result of momentum correction and error
+feedback needs no memory: :mod:`hvd_compress.fused.top_k` does the same for these in fewer passes.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 The arrays of a bucket are gradients, the states of their tensors, and where the results are
 written, which most often is in the gradients.  States become the new ones when it is known that the
-values of all ranks are finite, from what is kept of the step until then.  So they need no second
-copy; and a step with a NaN or Inf on any rank leaves them as they were.
+values of all ranks are finite.  Enough of the step is kept until then.  So they need no second
+copy, and a step with a NaN or Inf on any rank leaves them as they were.
 
 Some forms write new states where the old ones are as soon as they are computed, in the pass over
-memory that reads these.  What there was is kept until the step is over (:class:`Kept`): a state of
-each tensor where its result will be written, which nobody needs before; and other states in memory
-that buckets hand on to each other.  There is enough of it for one bucket at a time; a bucket that
+memory that reads these.  The old ones are kept until the step is over (:class:`Kept`): one state
+of each tensor where its result will be written, which nobody needs before.  Other states are kept
+in memory that buckets pass on to each other.  It suffices for one bucket at a time; a bucket that
 finds none writes its states in a second pass.
 """
 
@@ -18,6 +18,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Generator, Hashable, Sequence
@@ -161,7 +162,7 @@ class InPlacePlan(Plan):
             return False
         arrays = [*tensors.gradients]
         for key in self.keys:
-            if (column := tensors.column(key)) is None:
+            if (column := column_of(tensors, key)) is None:
                 return False
             arrays += column
         return self.addresses(arrays, self.lengths) is not None
@@ -172,7 +173,7 @@ class InPlacePlan(Plan):
         if xp.traces:
             return (yield from exchange_on_host(self, tensors, step))
         x = gradients if x is None else x
-        states = {key: tensors.column(key) or [] for key in self.keys}
+        states = {key: column_of(tensors, key) or [] for key in self.keys}
         if not is_known:
             states = {key: [flat(each) for each in column] for key, column in states.items()}
         dtypes = ["float32"] if is_known else [xp.dtype(gradient) for gradient in gradients]
@@ -225,6 +226,14 @@ class InPlacePlan(Plan):
         ``None``: the states of others are those of before already, since a device does not tell the
         host.
         """
+
+
+def column_of(tensors: Tensors, key: str) -> list[Array] | None:
+    """Return an entry of the state of each tensor; ``None`` if one has none."""
+    try:
+        return list(map(operator.itemgetter(tensors.prefix + key), tensors.states))
+    except KeyError:
+        return None
 
 
 class Views(NamedTuple):
@@ -425,7 +434,7 @@ class Kept:
         """Return where states are kept; ``None`` if there is no room.
 
         Args:
-            states: of each state, flat arrays in its memory, one a tensor.
+            states: of each state, flat arrays in its memory, one per tensor.
             out: arrays where results are written, ``at_out``; the first state is kept there.
             pool: has memory for the others.
         """

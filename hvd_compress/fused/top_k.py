@@ -5,10 +5,10 @@ bucket at once, in the loops of :mod:`hvd_compress.kernels`.  Its blocks treat o
 other, with the same bits; tests hold the two equal.  The message of a bucket is the
 sparse frame of all its tensors end to end.
 
-One pass computes what velocities and residuals will be, looks for the largest elements, and writes
-the new states in place; the old ones are kept until it is known that the entries of all ranks are
-finite (:class:`hvd_compress.fused.in_place.Kept`).  Where they cannot be kept, the states are
-written in a second pass then.  The averages take the place of the gradients.
+One pass computes the next velocities and residuals, looks for the largest elements, and writes the
+new states in place.  The old ones are kept until it is known that the entries of all ranks are
+finite (:class:`hvd_compress.fused.in_place.Kept`).  If they cannot be kept, the states are written
+in a second pass then.  The averages take the place of the gradients.
 
 In a device's memory the message is another, written where it is sent from and read where it
 arrives (:class:`TopKOnDevice`).
@@ -205,8 +205,8 @@ class TopKPlan(InPlacePlan):
 class TopKOnDevice(InPlacePlan):
     """The plan of a bucket in a device's memory.
 
-    What is computed is the same, to the bit.  The message is another, whose size is known
-    beforehand, and of which all parts can be read at the same time: places are those within blocks
+    The result is the same, to the bit.  The message is another: its size is known beforehand, and
+    all its parts can be read at the same time.  Places are those within blocks
     (:class:`hvd_compress.torch.triton.loops.BlockMessage`).  Whether all ranks' values are finite
     is found out on the device, and decides there whether states become the new ones.  So the host
     waits for nothing where the engine reads the device's memory, and else for the message.
@@ -362,8 +362,8 @@ def _scatter(places: np.ndarray, values: np.ndarray, out: np.ndarray) -> None:
 
 
 def part_of(select: Selector, values: str | logarithmic, context: Context) -> int | None:
-    """Return how many elements are sent of a tensor of ``context.shape``; ``None`` if these are
-    all, or so many that a dense sum moves fewer bytes."""
+    """Return the number of elements that are sent of a tensor of ``context.shape``.  ``None``: all,
+    or more than a dense sum moves bytes for."""
     n = math.prod(context.shape)
     k = select.count(n, context) if 0 < n < _MOST_ELEMENTS else None
     if k is None or k == n:

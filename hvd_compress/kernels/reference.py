@@ -173,7 +173,7 @@ def quotients(gaps: np.ndarray, b: int) -> int:
 
 def rice_pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:
     """Write the Rice code of ``gaps`` to the start of ``out`` (uint8, zeros); see
-    :mod:`hvd_compress.wire.indices`, of whose code the first byte is left out here."""
+    :mod:`hvd_compress.wire.frame`, of whose code the first byte is left out here."""
     split = full_bytes(gaps.size * b)
     out[:split] = pack_fields(gaps & ((1 << b) - 1), b)
     ends = np.cumsum(gaps >> b, dtype=np.int64)
@@ -219,7 +219,8 @@ def index_bits(gaps: np.ndarray, b: int) -> tuple[int, int, int, int, int]:
 
 def elias_pack(gaps: np.ndarray, nested: bool, out: np.ndarray) -> None:
     """Write the Elias code of ``gaps``, gamma or with ``nested`` delta, to the start of ``out``
-    (uint8, zeros). See :mod:`hvd_compress.wire.indices`; the first byte of its code is left out."""
+    (uint8, zeros); see :mod:`hvd_compress.wire.frame`, of whose code the first byte is left
+    out."""
     lengths = _length(gaps + 1)
     widths = _length(lengths + 1) if nested else lengths
     unary = np.zeros(int(widths.sum()) + widths.size, np.uint8)

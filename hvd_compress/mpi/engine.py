@@ -212,7 +212,7 @@ class MpiEngine(Comparing):
         self._polled = 0.0  # when
 
     def agree(self, terms: Terms, like: Array, at_once: bool = False) -> None:
-        self.comm.check()
+        self._check()
         # In host memory, wherever the gradients are.
         self._agreement = self._launch("agreement", agreement(terms))
 
@@ -227,8 +227,13 @@ class MpiEngine(Comparing):
             raise MismatchError(f"{error}\n{SAME_TENSORS}") from None
 
     def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
-        self.comm.check()
+        self._check()
         self._in_flight[name] = self._launch(name, exchange)
+
+    def _check(self) -> None:
+        """Raise if nothing can be received any more."""
+        if self.comm.handles.is_broken or self.comm.mpi == MPI.COMM_NULL:
+            self.comm.check()
 
     def poll(self) -> None:
         if self._in_flight and (now := time.perf_counter()) > self._polled + _PAUSE:
@@ -237,7 +242,7 @@ class MpiEngine(Comparing):
                 each.poll()
 
     def finish(self) -> dict[str, Any]:
-        self.comm.check()
+        self._check()
         self._bring_in_agreement()
         wait_for(self.comm, list(self._in_flight.values()))
         done, self._in_flight = self._in_flight, {}

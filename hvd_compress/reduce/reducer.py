@@ -155,6 +155,7 @@ class Reducer:
         finds_unused: bool = False,
     ) -> None:
         self.compression: Compressor = as_compressor(compression)
+        self.in_place, self.sparse_results = in_place, sparse
         self.choice = Choice() if self.compression.is_chosen_later else None
         self._use(self.compression if self.choice is None else self.choice.method)
         check_seed(seed)
@@ -163,7 +164,6 @@ class Reducer:
         if self.choice is not None:
             self.store.use(self.method)
         self.sums, self.seed = sums, seed
-        self.in_place, self.sparse_results = in_place, sparse
         self.step: Any = 0
         self.epoch: Any = None
         self.phase = ""
@@ -202,6 +202,7 @@ class Reducer:
 
     def _use(self, method: Compressor) -> None:
         self.method, self._text, self._schedules = method, repr(method), schedules_of(method)
+        self._is_steady = method.is_steady and self.in_place
 
     @property
     def engine(self) -> Engine:
@@ -488,7 +489,7 @@ class Reducer:
     def _circumstances(self) -> Hashable:
         """Return all that the places of this step depend on but gradients; ``None`` if steps may
         differ all the same."""
-        if not self.method.is_steady or not self.in_place:
+        if not self._is_steady:
             return None
         if (of_store := self.store.circumstances()) is None:
             return None

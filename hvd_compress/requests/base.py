@@ -6,8 +6,6 @@ import abc
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-
 from hvd_compress.backends import Array, Output
 from hvd_compress.errors import CompressionError
 
@@ -101,11 +99,6 @@ class Collective(Request):
     def outputs(self, rank: int, size: int) -> Output | list[Output]:
         """Return dtype and shape of the reply, or of each of its arrays, if they are known in
         advance, as a graph wants them."""
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of an element, by NumPy's names and "bfloat16"."""
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 def require_alike(what: str, looks: Sequence[Hashable]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_compress.backends import Array, Output, backend_of
 from hvd_compress.errors import CompressionError
-from hvd_compress.requests.base import Collective, cut_at, itemsize, require_alike
+from hvd_compress.requests.base import Collective, cut_at, require_alike
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,6 +39,8 @@ class Dense(Collective):
     @property
     def wire_dtype(self) -> str:
         """On the way between ranks."""
+        if isinstance(self.array, np.ndarray):
+            return self.array.dtype.name
         return backend_of(self.array).dtype(self.array)
 
     def describe(self) -> str:
@@ -47,7 +49,10 @@ class Dense(Collective):
 
     @property
     def nbytes(self) -> Any:
-        return backend_of(self.array).size(self.array) * itemsize(self.wire_dtype)
+        dtype, array = self.wire_dtype, self.array
+        if isinstance(array, np.ndarray):
+            return array.size * itemsize(dtype)
+        return backend_of(array).size(array) * itemsize(dtype)
 
     def count(self, reply: Any, rank: int, size: int) -> tuple[Any, Any]:
         return 0, self.nbytes if size > 1 else 0
@@ -114,7 +119,7 @@ class Sum(Dense):
 
     @property
     def wire_dtype(self) -> str:
-        return self.wire or backend_of(self.array).dtype(self.array)
+        return self.wire or super().wire_dtype
 
     @classmethod
     def join(cls, requests: Sequence[Any]) -> Any:
@@ -187,6 +192,11 @@ class Broadcast(Dense):
         if len(roots) > 1 or not roots <= set(range(len(requests))):
             raise CompressionError(f"the roots of {len(requests)} ranks are {sorted(roots)}")
         return requests[roots.pop()].array
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element, by NumPy's names and "bfloat16"."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 def _added_up(arrays: Sequence[Array]) -> Array:

@@ -24,7 +24,7 @@ from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.engines.named import NamedEngine
 from hvd_compress.errors import CompressionError, PayloadError
-from hvd_compress.fused import kept
+from hvd_compress.fused import in_place
 from hvd_compress.fused.in_place import Spares, spares
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Record
@@ -240,7 +240,7 @@ def test_gradients_that_share_memory_are_all_read(method):
 
 
 def test_memory_is_handed_on_and_goes_with_the_last_bucket(monkeypatch):
-    monkeypatch.setattr(kept, "_shared", None)  # without what other tests hold
+    monkeypatch.setattr(in_place, "_shared", None)  # without what other tests hold
     rank, pool = Rank(METHODS[1]), None
     for _ in range(3):
         exchange = rank.begun(rank.gradients())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hvd_compress import PayloadError, kernels
 from hvd_compress.kernels import reference
 from hvd_compress.wire import decode_sparse, encode_sparse
-from hvd_compress.wire.indices import best_parameter, gaps_of, pack, unpack
+from hvd_compress.wire.frame import best_parameter, gaps_of, pack, unpack
 
 GAMMA, DELTA = 64, 65
 

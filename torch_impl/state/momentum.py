@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import warnings
@@ -40,6 +41,7 @@ class Momentum:
 
     def __init__(self, optimizer: Any, method: Compressor, tells: bool) -> None:
         self._reference, self._method = weakref.ref(optimizer), method
+        self._inside = functools.lru_cache(64)(method.momentum_inside)
         self._groups: dict[int, dict[str, Any]] = {}  # by id: to hash a parameter takes long
         self._read: list[dict[str, Any]] = []  # the groups of which that is
         self._look(optimizer.param_groups)
@@ -106,7 +108,7 @@ class Momentum:
         """Return the same of the parameters of a group."""
         if not self.is_taken:
             return 0.0, False
-        return self._method.momentum_inside(group["momentum"], group["nesterov"])
+        return self._inside(group["momentum"], group["nesterov"])
 
     def factor(self, p: torch.nn.Parameter) -> float:
         """Return the velocity that has the effect of a momentum buffer of 1 in plain SGD, with the

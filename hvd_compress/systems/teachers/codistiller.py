@@ -16,7 +16,7 @@ from hvd_compress.config import check_choice
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.reduce.state_file import entry, refused
-from hvd_compress.requests.base import itemsize
+from hvd_compress.requests.dense import itemsize
 from hvd_compress.stats import Stats
 from hvd_compress.systems.base import Arrays
 from hvd_compress.systems.owner import Exchange, Owner
