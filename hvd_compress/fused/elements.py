@@ -1,10 +1,11 @@
 """Elements that are selected, or drawn by all ranks alike, of what elementwise transforms make of
 the tensors of a bucket.
 
-A chain of such transforms, EF21 say, and an allgather of the largest elements, or of those beyond a
-threshold, or a sum of drawn ones, treats a bucket at once.  Its blocks treat one tensor after the
-other, with the same bits; tests hold the two equal.  The result of momentum correction and error
-feedback needs no memory: :mod:`hvd_compress.fused.top_k` does the same for these in fewer passes.
+Such transforms are EF21's, say.  The elements are the largest, or those beyond a threshold, which
+all ranks gather; or drawn ones, which they add up.  A chain of these treats a bucket at once.  Its
+blocks treat one tensor after the other, with the same bits; tests hold the two equal.  The result
+of momentum correction and error feedback needs no memory: :mod:`hvd_compress.fused.top_k` does the
+same for these in fewer passes.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ values of all ranks are finite.  Enough of the step is kept until then.  So they
 copy, and a step with a NaN or Inf on any rank leaves them as they were.
 
 Some forms write new states where the old ones are as soon as they are computed, in the pass over
-memory that reads these.  The old ones are kept until the step is over (:class:`Kept`): one state
-of each tensor where its result will be written, which nobody needs before.  Other states are kept
-in memory that buckets pass on to each other.  It suffices for one bucket at a time; a bucket that
-finds none writes its states in a second pass.
+memory that reads these.  The old ones are kept until the step is over (:class:`Kept`).  One state
+of each tensor is kept where its result will be written, which nobody needs before.  Other states
+are kept in memory that buckets pass on to each other.  It suffices for one bucket at a time; a
+bucket that finds none writes its states in a second pass.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ class Kept:
     """The old states of the tensors of a bucket in a step.
 
     Args:
-        states: of each state, flat arrays in its memory, one a tensor.
+        states: of each state, flat arrays in its memory, one per tensor.
         places: the same, where each is kept.
         columns: of these places.
         spare: the memory of all but the first, and the pool that it was taken from.

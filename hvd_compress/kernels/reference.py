@@ -219,8 +219,7 @@ def index_bits(gaps: np.ndarray, b: int) -> tuple[int, int, int, int, int]:
 
 def elias_pack(gaps: np.ndarray, nested: bool, out: np.ndarray) -> None:
     """Write the Elias code of ``gaps``, gamma or with ``nested`` delta, to the start of ``out``
-    (uint8, zeros); see :mod:`hvd_compress.wire.frame`, of whose code the first byte is left
-    out."""
+    (uint8, zeros).  It is that of :mod:`hvd_compress.wire.frame` without the first byte."""
     lengths = _length(gaps + 1)
     widths = _length(lengths + 1) if nested else lengths
     unary = np.zeros(int(widths.sum()) + widths.size, np.uint8)

@@ -1,12 +1,13 @@
 """Frames of elements, sparse or dense: see docs/wire-format.md for their layout.
 
-Indices are ascending.  They are int32 unless the tensor has more than 2**31 elements, or packed
-where the sender was asked to and that is shorter: as codes of the gaps between them, by Rice or by
-Elias.  Rice codes (Golomb, 1966; Rice and Plaunt, 1971) come within 0.1 bit of the entropy of
-indices that are spread at random; Elias codes (1975) take a single bit for a gap of zero, and are
-shorter where indices stand together.  The shortest is taken.  The layouts of all three, and what
-was measured, stand in docs/wire-format.md#packed-indices.  Gap i is the number of places between
-index i - 1 and index i, and "index -1" is -1.
+Indices are ascending.  They are int32 unless the tensor has more than 2**31 elements.  If the
+sender was asked to and it is shorter, they are packed: as codes of the gaps between them.
+
+Rice codes (Golomb, 1966; Rice and Plaunt, 1971) come within 0.1 bit of the entropy of indices that
+are spread at random.  Elias codes (1975) take a single bit for a gap of zero, and are shorter where
+indices stand together.  The shortest is taken.  The layouts of all three, and what was measured,
+stand in docs/wire-format.md#packed-indices.  Gap i is the number of places between index i - 1 and
+index i, and "index -1" is -1.
 
 A receiver checks everything before a byte of it is used as an index.
 """
@@ -100,8 +101,8 @@ def encode_sparse(
 
 
 class SparseFrames:
-    """Frames of ``count`` entries, as :func:`encode_sparse` makes and :func:`decode_sparse` reads
-    them, for a sender whose frames are all alike: what they have in common is found out once."""
+    """Frames of ``count`` entries from a sender whose frames are all alike: headers and sizes are
+    found out once."""
 
     def __init__(
         self, count: int, n: int, values: str, codec: str = "int32", whole: int | None = None
