@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import numpy as np
 import pytest
@@ -162,6 +163,15 @@ def test_one_rank_trains_as_without():
         finally:
             dist.destroy_process_group()
     assert torch.equal(*losses)
+
+
+def test_the_bytes_of_an_element_are_those_of_the_page():
+    page = (jobs.ROOT / "docs" / "fsdp.md").read_text()
+    for name, codec in (("linear", CODECS[0]), ("fp8", CODECS[3]), ("linear:bits=4", CODECS[1])):
+        (found,) = re.findall(
+            rf'^\| .*"{name}" \| ([\d.]+) \||^\| "{name}", .* ([\d.]+) \|', page, re.M
+        )
+        assert float("".join(found)) == round(codec.bits_per_element(512) / 8, 3)
 
 
 @pytest.fixture(scope="session")
