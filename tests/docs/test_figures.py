@@ -40,6 +40,7 @@ NOT_MEASURED = {
     ("docs/mpi.md", "| `algorithm` |"): "rounds, by formula",
     ("docs/sparse-collectives.md", "| function |"): "rounds, by formula",
     ("docs/biased-compression.md", "| operator |"): "proved constants",
+    ("docs/fsdp.md", "| `compression` |"): "bytes, by formula",
     ("docs/decentralized.md", "| `method=` |"): "numbers of states and messages",
 }
 
@@ -196,6 +197,8 @@ def test_gaps_of_topologies():
 #: cells of docs/accuracy.md: section, row and column after the row's name
 Cell = tuple[str, str, int]
 ONE_BIT: Cell = ("AdamW", "`onebit_adam`", 1)
+TOP_K_SGD: Cell = ("MNIST", "`topk:density=0.01`", 1)
+POWER_SGD_2: Cell = ("MNIST", "`powersgd:rank=2`", 1)
 DGC: Cell = ("MNIST", "`dgc:density=0.001, warm-up`", 1)
 LINEAR: tuple[Cell, ...] = (("MNIST", "`linear`", 1), ("AdamW", "`linear`", 1))
 TOP_K: Cell = ("AdamW", "`topk:density=0.01`", 1)
@@ -204,18 +207,22 @@ DENSE: Cell = ("AdamW", "`none`", 0)
 #: what pages repeat of docs/accuracy.md: how they say it, and what stands there
 REPEATED: list[tuple[str, str, tuple[Cell, ...]]] = [
     ("README.md", "MNIST: {:.2f} points; text with AdamW: {:.2f} % of the loss", LINEAR),
-    ("README.md", "MNIST: {:.2f} points; on a GPU", (("MNIST", "`powersgd:rank=2`", 1),)),
-    ("README.md", "| MNIST: {:.2f} points |", (("MNIST", "`topk:density=0.01`", 1),)),
+    ("README.md", "MNIST: {:.2f} points; on a GPU", (POWER_SGD_2,)),
+    ("README.md", "| MNIST: {:.2f} points |", (TOP_K_SGD,)),
     ("README.md", "MNIST: {:.2f} points; text: perplexity", (DGC,)),
     ("README.md", "lost {:.0f} % of the loss and PowerSGD {:.0f} %", (TOP_K, POWER_SGD)),
-    ("docs/methods.md", "MNIST: {:.2f} points; text: {:.2f} % of the loss", LINEAR),
+    ("docs/methods.md", "MNIST: {:.2f} points; text with AdamW: {:.2f} % of the loss", LINEAR),
+    ("docs/methods.md", "MNIST: {:.2f} points |", (TOP_K_SGD,)),
+    ("docs/methods.md", "MNIST: {:.2f} points |", (POWER_SGD_2,)),
     ("docs/methods.md", "MNIST: {:.2f} points; text: perplexity", (DGC,)),
-    ("docs/methods.md", "| text: {:.2f} % of the loss", (ONE_BIT,)),
+    ("docs/methods.md", "lost {:.1f} % of the loss", (ONE_BIT,)),
     ("docs/methods/linear.md", "{:.2f} points with SGD on MNIST, {:.2f} % of the loss", LINEAR),
     ("docs/methods/onebit-adam.md", "it lost {:.1f} % of AdamW's loss", (ONE_BIT,)),
+    ("docs/methods/powersgd.md", "rank 2 lost {:.2f} points", (POWER_SGD_2,)),
     ("docs/methods/powersgd.md", "rank 4 lost {:.0f} % of the loss", (POWER_SGD,)),
     ("docs/methods/quantisers.md", "ended at {:.2f} bits per byte, dense training at {:.2f}",
      (("AdamW", "`onebit`", 0), DENSE)),
+    ("docs/methods/topk.md", "it loses {:.1f} points on MNIST", (TOP_K_SGD,)),
     ("docs/methods/topk.md", "at 1 % it lost {:.0f} % of the loss", (TOP_K,)),
     ("docs/training/choosing.md", "bits lost {:.2f} points with SGD, {:.2f} % of the loss", LINEAR),
     ("docs/training/choosing.md", "{:.2f} bits per byte, dense {:.2f}",
@@ -228,7 +235,6 @@ REPEATED: list[tuple[str, str, tuple[Cell, ...]]] = [
      (("Digits and words", "digits, accuracy", 0),)),
 ]  # fmt: skip
 #: what they repeat of sentences there
-SPREAD = r"spread between seeds, ([\d.]+ to [\d.]+ points)"
 OF_DGC = r"ends at ([\d.]+), where the dense run has ([\d.]+\d)"
 #: a loss in a sentence
 LOSS = re.compile(r"\d[\d.]* (?:points|bits per byte|% of the loss)|perplexity (?:of )?\d[\d.]*\d")
@@ -250,7 +256,6 @@ def repeated() -> dict[str, list[str]]:
         numbers = [float(re.match(r"[+-]?[\d.]+", figure)[0]) for figure in figures]
         found.setdefault(page, []).append(words.format(*numbers))
     page = text_of("docs/accuracy.md")
-    found["README.md"].append(f"between seeds is {re.search(SPREAD, page)[1]}")
     of_dgc = "perplexity {}, dense {}".format(*re.search(OF_DGC, page).groups())
     for own in ("README.md", "docs/methods.md"):
         found[own].append(of_dgc)
