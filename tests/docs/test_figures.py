@@ -40,7 +40,6 @@ NOT_MEASURED = {
     ("docs/mpi.md", "| `algorithm` |"): "rounds, by formula",
     ("docs/sparse-collectives.md", "| function |"): "rounds, by formula",
     ("docs/biased-compression.md", "| operator |"): "proved constants",
-    ("docs/fsdp.md", "| `compression` |"): "bytes, by formula",
     ("docs/decentralized.md", "| `method=` |"): "numbers of states and messages",
 }
 
