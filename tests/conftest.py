@@ -62,15 +62,24 @@ def seconds_allowed(item):
     return limit, bool(item.get_closest_marker("jobs"))
 
 
+#: files whose tests all read the results of one job
+OF_ONE_JOB = {
+    "tests/integrations/test_signatures.py",
+    "tests/systems/servers/test_mpi.py",
+    "tests/torch_impl/test_calls.py",
+}
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Tests that read the results of one job go to one worker, which starts the job once: those
-    whose names are equal up to an @."""
+    whose names are equal up to an @, and those of some files."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByJob(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return nodeid.partition("@")[0]
+            file = nodeid.partition("::")[0]
+            return file if file in OF_ONE_JOB else nodeid.partition("@")[0]
 
     return ByJob(config, log)
 
