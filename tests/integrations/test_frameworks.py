@@ -16,7 +16,7 @@ from tests.scenarios import names, read
 
 PARITY = ("parity",)
 FOLLOWS = (
-    "parity.fifty_steps_follow_the_oracle",
+    "parity.dgc_and_top_k_follow_the_oracle",
     "parity.two_rounds_follow_the_oracle",
     "parity.quantised_sums_follow_the_oracle",
     "parity.neighbours_and_broadcasts_follow_the_oracle",

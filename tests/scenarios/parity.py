@@ -75,10 +75,10 @@ def as_laid_out(method):
     return Turned(method) if over in ("horovod", "mpi") else method
 
 
-def fifty_steps_follow_the_oracle() -> None:
+def dgc_and_top_k_follow_the_oracle() -> None:
     for nesterov in (False, True):
-        follow_the_oracle(SPARSE, 50, nesterov=nesterov)
-    follow_the_oracle(TopK(density=0.05), 50, momentum=0.875)
+        follow_the_oracle(SPARSE, 25, nesterov=nesterov)
+    follow_the_oracle(TopK(density=0.05), 25, momentum=0.875)
 
 
 @applies(over=("tensorflow",))
