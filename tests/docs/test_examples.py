@@ -468,18 +468,11 @@ def test_an_example_starts_itself_under_mpich(tmp_path):
 def test_slurm_script(tmp_path):
     """All of it but srun, and training with NumPy."""
     picture = tmp_path / "digits.png"
-    command = [
-        "bash",
-        str(EXAMPLES / "clusters" / "slurm.sh"),
-        "--framework",
-        "numpy",
-        "--epochs",
-        "5",
-    ]
-    command += ["--warmup-epochs", "2", "--output", str(picture)]
+    command = ["bash", str(EXAMPLES / "clusters" / "slurm.sh"), "--framework", "numpy"]
+    command += ["--epochs", "3", "--warmup-epochs", "1", "--output", str(picture)]
     launcher = " ".join(jobs.launcher(2, "mpirun"))
     _, output = jobs.run(command, timeout=100, START=launcher, SLURM_SUBMIT_DIR=str(ROOT))
-    assert "numpy, 2 ranks, 5 epochs; all ranks have the same weights, bit for bit" in output
+    assert "numpy, 2 ranks, 3 epochs; all ranks have the same weights, bit for bit" in output
     untagged = [line.rpartition(">:")[2] for line in output.splitlines()]  # by mpirun
     lines = [line.split() for line in untagged if line.endswith(" ms")]
     rows = {name: columns for name, *columns in lines}
