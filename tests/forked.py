@@ -28,12 +28,15 @@ from pathlib import Path
 
 #: how variables begin that the C library, Python and packages read when they start
 READ_EARLY = ("CUDA", "GLIBC", "LD_P", "MALLOC", "MKL", "MPLBACKEND", "OMP_", "PYTHON", "TORCH_")
+#: and that forks heed, too; horovodrun and torchrun set them
+READ_LATE = ("PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 OF_PACKAGES = {"tensorflow": ("KERAS", "TF_")}
 #: a stream of MPICH's launcher is not handed on
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
-early = {{k: v for k, v in os.environ.items() if k.startswith({read_early})}}
-early.pop("PYTHONUNBUFFERED", None)
+early = {{
+    k: v for k, v in os.environ.items() if k.startswith({read_early}) and k not in {read_late}
+}}
 handed_on = sys.argv[1][:1] != "-" or sys.argv[1] in ("-c", "-m", "-u")
 if early != {early} or "PMI_FD" in os.environ or not handed_on:
     os.execv("{python}", ["{python}", *sys.argv[1:]])
@@ -73,11 +76,13 @@ def python(packages: Sequence[str], environ: Mapping[str, str]) -> str:
             )
     os.close(ends)
     read_early = READ_EARLY + sum((OF_PACKAGES.get(package, ()) for package in packages), ())
-    early = {name: value for name, value in environ.items() if name.startswith(read_early)}
-    early.pop("PYTHONUNBUFFERED", None)  # which horovodrun sets, and forks heed
-    program.write_text(
-        PROGRAM.format(python=sys.executable, early=early, read_early=read_early, servers=servers)
-    )
+    early = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(read_early) and name not in READ_LATE
+    }
+    names = {"read_early": read_early, "read_late": READ_LATE, "early": early}
+    program.write_text(PROGRAM.format(python=sys.executable, servers=servers, **names))
     program.chmod(0o755)
     return str(program)
 
