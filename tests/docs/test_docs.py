@@ -213,9 +213,6 @@ for file in list(sys.argv[1:]):
     sys.argv[:] = [file]
     os.chdir(os.path.dirname(file))
     runpy.run_path(file, run_name="__main__")
-    distributed = sys.modules.get("torch.distributed")
-    if distributed and distributed.is_initialized():
-        distributed.destroy_process_group()  # a process joins one group at a time
     sys.stdout.flush()
     os.write(1, f"ran {file}\\n".encode())  # in one piece, since launchers mix those of ranks
 """
@@ -238,8 +235,8 @@ def group_of(block: str) -> str:
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory):
     """The files with each page's blocks, how often each should run, and what its job printed: one
-    job for all of PyTorch and NumPy that MPI or Horovod starts, one for Keras, one under torchrun,
-    since most time goes into imports, and one process for what knows of no ranks."""
+    job for all of PyTorch and NumPy that MPI or Horovod starts, and one for Keras, since most time
+    goes into imports; one for each under torchrun; and one process for what knows of no ranks."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "run_all.py").write_text(RUN_ALL)
     files: dict[str, list[str]] = {}
@@ -255,7 +252,8 @@ def pages(tmp_path_factory):
     for launcher, each in (
         ([*jobs.launcher(2, "mpirun"), jobs.python()], groups["mpi"]),
         ([*jobs.launcher(2, "mpirun"), jobs.python("tensorflow")], groups["keras"]),
-        (jobs.torchrun(2), groups["torchrun"]),
+        # a process joins one group in its life
+        *((jobs.torchrun(2), [file]) for file in groups["torchrun"]),
         ([jobs.python()], groups["alone"]),
     ):
         command = [*launcher, str(folder / "run_all.py"), *each]
