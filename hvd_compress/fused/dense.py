@@ -82,15 +82,17 @@ class SumPlan(Plan):
     def __init__(self, form: FusedSum, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
         super().__init__(form, specs, key, step)
         self.counts = self._sizes = self.weights
-        xp, x = backend_of(specs[0].x), specs[0].x
+        x = specs[0].x
+        self._xp = xp = backend_of(x)
         self._kind = xp.dtype(x), getattr(x, "device", None)
+        self._is_on_host = not xp.traces and is_on_host(x)
         #: the velocities end to end, of which the states are parts
         self._velocity: Array | None = None
 
     def takes(self, tensors: Tensors) -> bool:
         if self.form.before:
             return False
-        find = backend_of(tensors.gradients[0]).addresses
+        find = self._xp.addresses
         if find(tensors.gradients, self._sizes, *self._kind) is None:
             return False
         if self.form.momentum is None:
@@ -99,8 +101,7 @@ class SumPlan(Plan):
         return column is not None and find(column, self._sizes, *self._kind) is not None
 
     def exchange(self, tensors: Tensors, step: Context) -> Generator[Request, Any, Averages]:
-        gradients, sizes = tensors.gradients, self._sizes
-        xp = backend_of(gradients[0])
+        xp, gradients, sizes = self._xp, tensors.gradients, self._sizes
         is_written = step.in_place and not xp.traces
         total = yield from self._total(xp, gradients if tensors.flat is None else tensors.flat)
         if self.form.momentum is None and is_written:
@@ -128,7 +129,11 @@ class SumPlan(Plan):
         if xp.traces or not fine:  # of such a tensor the others must see nothing else
             own = xp.choose(fine, lambda x=own: x, lambda x=own: _made_nan(xp, x, sizes))
         owned = len(sizes) > 1 and not xp.traces
-        return (yield Sum(own, self.form.wire, self.form.algorithm, owned=owned))
+        if not self._is_on_host:
+            return (yield Sum(own, self.form.wire, self.form.algorithm, owned=owned))
+        (flat,) = xp.flat_on_host([own])
+        total = yield Sum(flat, self.form.wire, self.form.algorithm, owned=owned)
+        return xp.from_numpy(total, own)
 
     def _step(
         self, xp: Any, mean: Array, old: Array, momenta: Sequence[float]
