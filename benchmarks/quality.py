@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from benchmarks.turns import write_rows
-from hvd_compress.advisor.losses import FILE, RECIPES, Loss, text_of
+from hvd_compress.advisor.losses import FILE, RECIPES, MeasuredLoss, text_of
 from hvd_compress.cli.options import parser_of, picture_file, positive
 from hvd_compress.stats import human_bytes
 from mpi_examples.study import half_width
@@ -201,7 +201,9 @@ def advice(known: dict[str, Any], wanted: Sequence[Training]) -> str:
     for (recipe, horizon, method), group in found.items():
         dense = found.get((recipe, horizon, "none"))
         if dense and recipe in RECIPES and (more := lost(group, dense)[0]):
-            losses.append(Loss(recipe, group.steps, method, statistics.mean(more), len(more)))
+            losses.append(
+                MeasuredLoss(recipe, group.steps, method, statistics.mean(more), len(more))
+            )
     return text_of(losses)
 
 

@@ -14,7 +14,7 @@ from hvd_compress.advisor.advice import (
     seconds_of,
     step_of,
 )
-from hvd_compress.advisor.losses import OPTIMIZERS, RECIPES, Loss, loss_of
+from hvd_compress.advisor.losses import OPTIMIZERS, RECIPES, MeasuredLoss, loss_of
 from hvd_compress.advisor.network import Network
 from hvd_compress.advisor.pieces import Piece, kept, measured
 from hvd_compress.advisor.shapes import MODELS, Shapes
@@ -26,7 +26,7 @@ __all__ = [
     "OPTIMIZERS",
     "RECIPES",
     "Candidate",
-    "Loss",
+    "MeasuredLoss",
     "Network",
     "Piece",
     "Shapes",

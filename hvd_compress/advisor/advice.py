@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hvd_compress.advisor.losses import OPTIMIZERS, RECIPES, Loss, loss_of, losses_of
+from hvd_compress.advisor.losses import OPTIMIZERS, RECIPES, MeasuredLoss, loss_of, losses_of
 from hvd_compress.advisor.network import Network
 from hvd_compress.advisor.pieces import Piece
 from hvd_compress.config import check_choice
@@ -53,7 +53,7 @@ class Candidate:
         text = self.write or f'compression="{self.row}"'
         return text.format(first=round(self.first * steps))
 
-    def loss(self, optimizer: str, steps: int) -> Loss | None:
+    def loss(self, optimizer: str, steps: int) -> MeasuredLoss | None:
         """Return what it was seen to lose; see :func:`hvd_compress.advisor.losses.loss_of`.  Both
         ways to round to 16 bits count where one of them was trained."""
         found = loss_of(self.row, optimizer, steps)

@@ -37,7 +37,7 @@ RECIPES = {
 OPTIMIZERS = tuple(dict.fromkeys(recipe.optimizer for recipe in RECIPES.values()))
 
 
-class Loss(NamedTuple):
+class MeasuredLoss(NamedTuple):
     """The loss of a method in one recipe.
 
     Attributes:
@@ -69,22 +69,23 @@ class Loss(NamedTuple):
 
 
 @functools.cache
-def all_losses() -> tuple[Loss, ...]:
+def all_losses() -> tuple[MeasuredLoss, ...]:
     """Return all that was measured."""
     rows = json.loads(FILE.read_text())
     return tuple(
-        Loss(**row | {"lost": math.inf if row["lost"] is None else row["lost"]}) for row in rows
+        MeasuredLoss(**row | {"lost": math.inf if row["lost"] is None else row["lost"]})
+        for row in rows
     )
 
 
-def losses_of(method: str, optimizer: str) -> Iterator[Loss]:
+def losses_of(method: str, optimizer: str) -> Iterator[MeasuredLoss]:
     """Yield what a method loses in each training with an optimizer."""
     for loss in all_losses():
         if loss.method == method and RECIPES[loss.recipe].optimizer == optimizer:
             yield loss
 
 
-def loss_of(method: str, optimizer: str, steps: int) -> Loss | None:
+def loss_of(method: str, optimizer: str, steps: int) -> MeasuredLoss | None:
     """Return what a method loses in the training whose length is nearest, or ``None`` if it was
     never trained with that optimizer.
 
@@ -94,13 +95,13 @@ def loss_of(method: str, optimizer: str, steps: int) -> Loss | None:
         steps: of the training that is asked for.
     """
 
-    def distance(loss: Loss) -> float:
+    def distance(loss: MeasuredLoss) -> float:
         return abs(math.log(loss.steps / steps))
 
     return min(losses_of(method, optimizer), key=distance, default=None)
 
 
-def text_of(losses: Iterable[Loss]) -> str:
+def text_of(losses: Iterable[MeasuredLoss]) -> str:
     """Return the text of ``FILE``: a line for each loss."""
     lines = []
     for loss in losses:

@@ -11,7 +11,7 @@ from hvd_compress import advisor
 from hvd_compress.advisor import (
     CANDIDATES,
     MODELS,
-    Loss,
+    MeasuredLoss,
     Network,
     Piece,
     allowed,
@@ -131,10 +131,13 @@ def test_one_that_loses_more_must_gain_two_percent():
 
 
 LOSSES = (
-    *(Loss("bytes", 1000, method, lost, 3) for method, lost in (("none", 0.0), ("onebit", 3.0))),
-    Loss("bytes", 1000, "topk:density=0.01", math.inf, 1),
-    *(Loss("bytes", 16_000, method, 0.4, 3) for method in ("linear", "topk:density=0.01")),
-    *(Loss("mnist", 1000, method, 0.1, 3) for method in ("linear", "topk:density=0.01")),
+    *(
+        MeasuredLoss("bytes", 1000, method, lost, 3)
+        for method, lost in (("none", 0.0), ("onebit", 3.0))
+    ),
+    MeasuredLoss("bytes", 1000, "topk:density=0.01", math.inf, 1),
+    *(MeasuredLoss("bytes", 16_000, method, 0.4, 3) for method in ("linear", "topk:density=0.01")),
+    *(MeasuredLoss("mnist", 1000, method, 0.1, 3) for method in ("linear", "topk:density=0.01")),
 )
 
 

@@ -16,14 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hvd_compress.torch as hvd
 from hvd_compress.codecs import float8, linear
 from hvd_compress.torch.shards import hops
-from hvd_compress.torch.shards.rows import Part
+from hvd_compress.torch.shards.rows import ShardedParameter
 from tests import jobs, shards_worker
 from tests.scenarios import read
 
 RANKS = 4
 CODECS = [linear(bits=8, column=512), linear(bits=4, column=512), linear(bits=3, column=None)]
 CODECS += [float8("e4m3", 512), float8("e5m2", None)]
-PARTS = [Part("a", None, 700, False), Part("b", None, 33, True), Part("c", None, 1301, False)]
+PARTS = [
+    ShardedParameter("a", None, 700, False),
+    ShardedParameter("b", None, 33, True),
+    ShardedParameter("c", None, 1301, False),
+]
 
 
 @pytest.fixture
@@ -84,7 +88,7 @@ def test_what_waits_follows_loco(ranks, messages):
     """In NumPy, with the residual's own codes: e = beta e + (1 - beta) (h - sent)."""
     random, codec, beta = np.random.default_rng(0), linear(bits=4, column=512), 0.8
     kept = linear(bits=8, column=512)
-    parts = [Part("a", None, 1024, False)]
+    parts = [ShardedParameter("a", None, 1024, False)]
     hop = hops.Hop(parts, codec, torch.float32, None, 1, torch.empty(0), beta)
     waits = np.zeros(ranks * 1024, np.float32)  # e / (1 - beta)
     for _ in range(4):

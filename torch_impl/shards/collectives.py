@@ -20,7 +20,7 @@ from ..ddp.lost_ranks import naming_lost_ranks
 from ..ddp.nodes import Nodes
 from ..ddp.process_groups import all_gather
 from .hops import Hop
-from .rows import Part, Row, check_wire
+from .rows import Layout, ShardedParameter, check_wire
 
 
 class Way(NamedTuple):
@@ -51,7 +51,7 @@ class _Comm:
         parts: all of them.
     """
 
-    def __init__(self, group: Any, parts: Sequence[Part]) -> None:
+    def __init__(self, group: Any, parts: Sequence[ShardedParameter]) -> None:
         self.of, self.parts = group, parts
         self.ranks: Any = group.mesh_info.shard_process_group
         self.records = {part.name: Record() for part in parts}
@@ -61,7 +61,9 @@ class _Comm:
     ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _count(self, sent: Mapping[str, int], parts: Sequence[Part], itemsize: int) -> None:
+    def _count(
+        self, sent: Mapping[str, int], parts: Sequence[ShardedParameter], itemsize: int
+    ) -> None:
         """Count what goes to other ranks, and as much that comes from them."""
         others = dist.get_world_size(self.ranks) - 1
         for part in parts:
@@ -86,7 +88,12 @@ class ReduceScatter(_Comm):
     """
 
     def __init__(
-        self, group: Any, parts: Sequence[Part], way: Way, name: str, check: Callable[[], None]
+        self,
+        group: Any,
+        parts: Sequence[ShardedParameter],
+        way: Way,
+        name: str,
+        check: Callable[[], None],
     ) -> None:
         super().__init__(group, parts)
         self._way, self._name, self._check = way, name, check
@@ -95,7 +102,7 @@ class ReduceScatter(_Comm):
         self._hops: list[Hop] = []
         self._known: Any = None
 
-    def trained(self) -> list[Part]:
+    def trained(self) -> list[ShardedParameter]:
         return [part for part in self.parts if part.of.sharded_param.requires_grad]
 
     @torch.no_grad()
@@ -221,7 +228,9 @@ class AllGather(_Comm):
     are.  In a backward pass nothing is sent: it goes on with the y of the forward pass.
     """
 
-    def __init__(self, group: Any, parts: Sequence[Part], codec: Codec, name: str) -> None:
+    def __init__(
+        self, group: Any, parts: Sequence[ShardedParameter], codec: Codec, name: str
+    ) -> None:
         super().__init__(group, parts)
         self._codec, self._name = codec, name
         self._seen: torch.Tensor | None = None  # y, of shape (ranks, elements)
@@ -254,7 +263,7 @@ class AllGather(_Comm):
         if self._seen is None:
             with naming_lost_ranks(group):
                 all_gather(output_tensor, input_tensor, group=group)
-            self._row = Row.of(self.parts, self._codec, input_tensor.dtype)
+            self._row = Layout.of(self.parts, self._codec, input_tensor.dtype)
             self._make_runs(input_tensor, size)
             self._seen = out.clone()
             whole = {part.name: part.elements * input_tensor.element_size() for part in self.parts}

@@ -30,7 +30,7 @@ from ..ddp.nodes import Nodes, check_nodes, nodes_of
 from ..parameters import is_sharded
 from ..replicas import agree, group_of
 from .collectives import AllGather, ReduceScatter, Way
-from .rows import Part
+from .rows import ShardedParameter
 
 #: how to shard a model for compressed shards
 HOW = "call fully_shard for each layer and for the model, then hvd.compress_shards(model, 'linear')"
@@ -226,7 +226,7 @@ def compress_shards(
     is_exempt = exempt or _by_kind(model)
     parts = {
         id(module): [
-            Part(
+            ShardedParameter(
                 names[id(p.sharded_param)],
                 p,
                 p.padded_sharded_param_size.numel(),

@@ -12,7 +12,7 @@ from hvd_compress.codecs import Codec
 
 from ..ddp.lost_ranks import naming_lost_ranks
 from ..ddp.process_groups import reduce_scatter
-from .rows import Part, Row
+from .rows import Layout, ShardedParameter
 
 
 class Hop:
@@ -28,7 +28,7 @@ class Hop:
     It has eight bits per element and a scale for 512 of them (``RESIDUAL`` of ``rows.py``).
 
     Args:
-        parts, codec, wire: see :meth:`Row.of`.
+        parts, codec, wire: see :meth:`Layout.of`.
         group: n ranks.
         rows: what each of them gets: the row ``q`` of the input is for rank ``q % n``.
         like: a tensor on the device.
@@ -41,7 +41,7 @@ class Hop:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ShardedParameter],
         codec: Codec | None,
         wire: torch.dtype,
         group: Any,
@@ -50,7 +50,7 @@ class Hop:
         beta: float | None,
     ) -> None:
         self.group, self._ranks, self._rows = group, dist.get_world_size(group), rows
-        self.row = row = Row.of(parts, codec, wire)
+        self.row = row = Layout.of(parts, codec, wire)
         self._beta, self._like = beta, like
         self.waits: torch.Tensor | None = None
         if not row.coded:

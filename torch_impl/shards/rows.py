@@ -21,7 +21,7 @@ HEADER = 4
 RESIDUAL = linear(bits=8, column=512)
 
 
-class Part(NamedTuple):
+class ShardedParameter(NamedTuple):
     """A parameter of a sharded module.
 
     Attributes:
@@ -43,7 +43,7 @@ class Part(NamedTuple):
         return f"{self.name} {self.of.sharded_param.dtype}{exempt}"
 
 
-class Place(NamedTuple):
+class Field(NamedTuple):
     """The place of a parameter: its elements in a row of numbers, and its bytes in a row of
     bytes."""
 
@@ -51,7 +51,7 @@ class Place(NamedTuple):
     bytes: slice
 
 
-class Row:
+class Layout:
     """The layout of a row: a header, codes, and what is sent as it is; all begin at multiples of 4.
 
     Args:
@@ -84,7 +84,7 @@ class Row:
         self.size = self._end
 
     @staticmethod
-    def of(parts: Sequence[Part], codec: Codec | None, wire: torch.dtype) -> Row:
+    def of(parts: Sequence[ShardedParameter], codec: Codec | None, wire: torch.dtype) -> Layout:
         """Return the layout of all parts of a module; without a codec nothing is coded."""
         starts = [0, *itertools.accumulate(part.elements for part in parts)]
         coded: dict[str, slice] = {}
@@ -93,19 +93,19 @@ class Row:
             if part.elements:
                 where = plain if codec is None or part.is_exempt else coded
                 where[part.name] = slice(start, start + part.elements)
-        return Row(starts[-1], coded, plain, codec, wire)
+        return Layout(starts[-1], coded, plain, codec, wire)
 
-    def _placed(self, spans: Mapping[str, slice], sizes: Sequence[int]) -> dict[str, Place]:
+    def _placed(self, spans: Mapping[str, slice], sizes: Sequence[int]) -> dict[str, Field]:
         found = {}
         for (name, span), size in zip(spans.items(), sizes, strict=True):
-            found[name] = Place(span, slice(self._end, self._end + size))
+            found[name] = Field(span, slice(self._end, self._end + size))
             self._end += size + -size % 4
         return found
 
-    def of_what_waits(self) -> Row:
+    def of_what_waits(self) -> Layout:
         """Return the layout of residuals of what is coded."""
         spans = {name: place.span for name, place in self.coded.items()}
-        return Row(self.elements, spans, {}, RESIDUAL, self.wire)
+        return Layout(self.elements, spans, {}, RESIDUAL, self.wire)
 
     def bytes_of(self) -> dict[str, int]:
         """Return the bytes of each part; the first has the header and all padding."""
@@ -146,7 +146,7 @@ class Row:
         for place in self.plain.values():
             out[..., place.span] = whole[..., self._of(place)]
 
-    def _of(self, place: Place) -> slice:
+    def _of(self, place: Field) -> slice:
         return slice(
             *(edge // self.wire.itemsize for edge in (place.bytes.start, place.bytes.stop))
         )
