@@ -32,8 +32,8 @@ images, labels = map(torch.as_tensor, load_digits(return_X_y=True))
 data = [{"x": x, "labels": y} for x, y in zip(images.float() / 16, labels, strict=True)]
 rates = {"per_device_train_batch_size": 16, "learning_rate": 0.005, "num_train_epochs": 5}
 sharding = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "NO_WRAP"}}
-options = {"use_cpu": not torch.cuda.is_available(), "report_to": [], "save_strategy": "no"}
-arguments = TrainingArguments("results/transformers_fsdp", **rates, **options, **sharding)
+others = {"use_cpu": not torch.cuda.is_available(), "report_to": [], "save_strategy": "no"}
+arguments = TrainingArguments("results/transformers_fsdp", **rates, **others, **sharding)
 torch.manual_seed(0)
 compressed = Compressed()
 trainer = Trainer(Network(), arguments, train_dataset=data[:1500], callbacks=[compressed])

@@ -104,7 +104,6 @@ MOST_USED = {
         "methods.PowerSGD",
         "methods.FP16",
         "methods.LinearQuantization",
-        "torch.OneBitAdam",
     ),
     "Schedules and training methods": (
         "schedules.warmup_to",

@@ -282,7 +282,7 @@ def checked_groups(groups: Any, otherwise: str = "those of the nodes") -> Groups
     if not ranks or ranks != list(range(len(ranks))) or not all(found):
         raise ConfigError(
             f"groups must be None for {otherwise}, the number of ranks of a group, or "
-            f"lists such as [[0, 1], [2, 3]]; got {groups!r}"
+            f"lists with every rank once, such as [[0, 1], [2, 3]]; got {groups!r}"
         )
     return found
 

@@ -7,7 +7,7 @@ import numpy as np
 from hvd_compress import Context
 from hvd_compress.base import Outcome
 from hvd_compress.engines.joining import Placed, exchanged, groups_of, plan_for, tensors_of
-from hvd_compress.engines.lockstep import World, run
+from hvd_compress.engines.lockstep import World, replies_to, run
 from hvd_compress.stats import Record
 
 
@@ -53,13 +53,14 @@ class Ranks:
             found.append((names, done))
         return found
 
-    def exchange(self, gradients):
+    def exchange(self, gradients, answers=replies_to):
         """Outcomes by rank and name, of ``gradients[rank][name]``: the direction of the step is the
         ``mean``, and what was sent is not known."""
         if self.states is None:
             self.states = [{n: self.method.init(g) for n, g in own.items()} for own in gradients]
         outcomes = []
-        for buckets in run([self.begun(rank, own) for rank, own in enumerate(gradients)]):
+        exchanges = [self.begun(rank, own) for rank, own in enumerate(gradients)]
+        for buckets in run(exchanges, answers):
             own = {}
             for names, found in buckets:
                 for i, name in enumerate(names):

@@ -279,7 +279,7 @@ def test_a_state_of_another_version_is_refused():
     x = world.after_step(world.before_step([{"a": np.ones(2)}] * 2))
     for state in world.states:
         state["psi"] = state.pop("correction")
-    with pytest.raises(ConfigError, match="begins anew"):
+    with pytest.raises(ConfigError, match="begins again"):
         world.after_step(world.before_step(x))
 
 
