@@ -21,7 +21,7 @@ from hvd_compress.reduce import Reducer
 from hvd_compress.torch import backend
 from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
 from hvd_compress.torch.shards.hops import Hop
-from hvd_compress.torch.shards.rows import Part
+from hvd_compress.torch.shards.rows import ShardedParameter
 from tests.torch_impl.triton_laws import DEVICE, INTERPRETED, waits_of
 
 #: and how many kernels of ours are launched for a bucket of matrices and one of vectors
@@ -100,7 +100,11 @@ def test_shards_have_the_codes_of_numpy_and_the_host_waits_for_nothing(
         arrived.copy_(message)
 
     monkeypatch.setattr(dist, "all_to_all_single", exchanged)
-    parts = [Part("a", None, 700, False), Part("b", None, 33, True), Part("c", None, 65, False)]
+    parts = [
+        ShardedParameter("a", None, 700, False),
+        ShardedParameter("b", None, 33, True),
+        ShardedParameter("c", None, 65, False),
+    ]
     hop = Hop(parts, codec, torch.float32, None, 1, torch.empty(0, device=DEVICE), 0.8)
     x = random.standard_normal((ranks, 798)).astype(np.float32)
     given = torch.from_numpy(x).to(DEVICE)
