@@ -11,6 +11,7 @@ A table of figures has, in its section or in the beginning of its page, one of
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -172,6 +173,33 @@ def test_times_on_a_gpu_are_repeated():
     names = ["`fp16`", *here["`fp16`"]]
     [(first, *figures)] = [[name, *row] for name, row in here.items() if name.isdigit()]
     assert [first, *figures] == [f"{round(float(busy[name]))}" for name in names]
+
+
+def test_times_of_shards():
+    found = json.loads((ROOT / "benchmarks/shards.json").read_text())
+    names = {
+        "FSDP2 in float32": "FSDP2 float32",
+        "FSDP2 in bfloat16": "FSDP2 bfloat16",
+        '"linear"': "linear in bfloat16",
+        '"linear", `parameters="linear"`': "linear, parameters in bfloat16",
+        '"linear:bits=4", `parameters="linear:bits=4"`': "linear:bits=4, parameters in bfloat16",
+        '"linear:bits=4", `parameters="linear"`, `nodes=2`': (
+            "linear:bits=4, nodes, parameters in bfloat16"
+        ),
+    }
+    rows = cells("docs/fsdp.md", "Times")
+    shares = {}
+    for label, way in names.items():
+        ours = [found[f"times, {network}: {way}"] for network in ("1gbit", "10gbit")]
+        assert rows[label] == [
+            *(f"{ours[0][what] / 1e3:,.0f} kB" for what in ("gradients", "parameters")),
+            *(f"{1e3 * x['median']:,.0f} ms ({1e3 * x['least']:,.0f})" for x in ours),
+        ]
+        shares[label] = [x["median"] for x in ours]
+    text = dict(sections((ROOT / "docs/fsdp.md").read_text()))["Times"]
+    dense, _, eight, four = [shares[label] for label in names][1:5]
+    said = [f"{own[i] / dense[i]:.2f}" for i in (0, 1) for own in (eight, four)]
+    assert re.findall(r"0\.\d\d", text.partition("\nAt 1 Gbit/s")[2].partition("\n\n")[0]) == said
 
 
 def test_times_with_slow_workers(capsys):
