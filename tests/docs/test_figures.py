@@ -175,6 +175,18 @@ def test_times_on_a_gpu_are_repeated():
     assert [first, *figures] == [f"{round(float(busy[name]))}" for name in names]
 
 
+def test_losses_of_shards():
+    found = json.loads((ROOT / "benchmarks/shards.json").read_text())
+    dense = found["quality: FSDP2 float32, seed 0"]["loss"]
+    rows = cells("docs/fsdp.md", "Loss")
+    ways = {name.strip('"'): row for name, row in rows.items() if name.startswith('"')}
+    assert ways
+    for way, row in ways.items():
+        loss = found[f"quality: {way}, seed 0"]["loss"]
+        assert row == [f"{loss:.4f}", f"{100 * (loss / dense - 1):+.2f} %"]
+    assert rows["FSDP2 in float32"][0] == f"{dense:.4f}"
+
+
 def test_times_of_shards():
     found = json.loads((ROOT / "benchmarks/shards.json").read_text())
     names = {
