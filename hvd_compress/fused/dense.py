@@ -85,7 +85,8 @@ class SumPlan(Plan):
         x = specs[0].x
         self._xp = xp = backend_of(x)
         self._kind = xp.dtype(x), getattr(x, "device", None)
-        self._is_on_host = not xp.traces and is_on_host(x)
+        # PyTorch rounds with fewer arrays in memory than NumPy.
+        self._speaks_numpy = form.wire is None and not xp.traces and is_on_host(x)
         #: the velocities end to end, of which the states are parts
         self._velocity: Array | None = None
 
@@ -129,10 +130,10 @@ class SumPlan(Plan):
         if xp.traces or not fine:  # of such a tensor the others must see nothing else
             own = xp.choose(fine, lambda x=own: x, lambda x=own: _made_nan(xp, x, sizes))
         owned = len(sizes) > 1 and not xp.traces
-        if not self._is_on_host:
+        if not self._speaks_numpy:
             return (yield Sum(own, self.form.wire, self.form.algorithm, owned=owned))
         (flat,) = xp.flat_on_host([own])
-        total = yield Sum(flat, self.form.wire, self.form.algorithm, owned=owned)
+        total = yield Sum(flat, algorithm=self.form.algorithm, owned=owned)
         return xp.from_numpy(total, own)
 
     def _step(
