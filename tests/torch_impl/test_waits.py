@@ -9,8 +9,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hvd_compress.engines.joining import counted
 from hvd_compress.requests import Alltoall, Gather
@@ -41,13 +39,6 @@ class OverNCCL(ProcessGroupEngine):
 
     def _reachable(self, tensor):
         return tensor if tensor.is_cuda else tensor.clone().as_subclass(OnGPU)
-
-
-@pytest.fixture
-def ranks(request):
-    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
-    yield request.param
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hvd_compress.codecs import float8, linear
 from hvd_compress.reduce import Reducer
@@ -40,13 +39,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 
 
 @pytest.fixture
-def ranks(request, monkeypatch):
-    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+def ranks(ranks, monkeypatch):
+    """On a device whose messages stay there."""
     monkeypatch.setattr(ProcessGroupEngine, "reads_device", True)
     if INTERPRETED:
         monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
-    yield request.param
-    dist.destroy_process_group()
+    return ranks
 
 
 @pytest.fixture
