@@ -122,12 +122,14 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context in which nothing is counted."""
-        before = self.switch(None)
+        """Return a context in which nothing is counted, whatever phases begin."""
+        clock, phase = _current.get(), self.switch(None)
+        _current.set(None)
         try:
             yield
         finally:
-            self.switch(before)
+            _current.set(clock)
+            self.switch(phase)
 
     def awaited(self) -> None:
         """Note that all buckets are waited for from now on."""

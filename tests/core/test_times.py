@@ -27,6 +27,15 @@ def test_a_moment_belongs_to_one_phase():
     assert clock.times.total == 31
 
 
+def test_a_pause_counts_nothing_whatever_phases_begin():
+    clock = Clock(iter([0, 1, 3, 7, 15]).__next__)
+    with clock:
+        with clock.paused():
+            begin_phase("wait")  # of another reducer's exchange, for instance
+        begin_phase("search")
+    assert clock.times == Times(other=1 + 4, search=8)
+
+
 def test_an_error_ends_its_phase():
     def fail():
         begin_phase("wait")
