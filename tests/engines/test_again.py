@@ -221,6 +221,15 @@ def test_a_tensor_that_changes_its_dtype():
     run_both(NoCompression(), steps)
 
 
+def test_a_tensor_that_changes_its_shape():
+    """Its columns have scales of their own."""
+    random = np.random.default_rng(0)
+    steps = [{n: random.standard_normal(s, np.float32) for n, s in SHAPES.items()} for _ in "12345"]
+    for gradients in steps[3:]:
+        gradients["a"] = gradients["a"].T.copy()
+    run_both(OneBit(), steps)
+
+
 @pytest.mark.parametrize("row", ROWS.values(), ids=[*ROWS])
 def test_equal_steps_keep_their_buckets(row):
     """Tensors that ask for the same in every step, late in a training, are sent in the buckets that
