@@ -598,9 +598,10 @@ class Reducer:
     def stats(self) -> Stats:
         """Return the exact bytes so far and the norm of the residuals, by name and in total, and
         where the time of exchanges went."""
+        records = self.records
         for name in self.store.names():
             if (norm := norm_of_residual(self.store.get(name))) is not None:
-                self.records.setdefault(name, Record()).residual_norm = norm
+                records.setdefault(name, Record()).residual_norm = norm
         # Those of the first step, which had no plan yet, are of no interest later.
         buckets = {
             label_of(names): (names, times)
@@ -608,7 +609,7 @@ class Reducer:
             if not self.buckets.plan or names in self.buckets.plan
         }
         choice = None if self.choice is None else self.choice.state()
-        return Stats(self.records, self.clock.times, choice, buckets)
+        return Stats(records, self.clock.times, choice, buckets)
 
     def reset_stats(self) -> None:
         """Begin at zero with all that :meth:`stats` counts: called after every step, it makes them
