@@ -115,7 +115,6 @@ class CodedOnHost(CodedPlan):
         begin_phase("encode")
         work = StepOnHost(self, arrays, step)
         try:
-            begin_phase("encode")
             if not self.is_whole:
                 self.look(arrays.states[OWNED])
             self._encode(work)

@@ -442,16 +442,15 @@ class Kept:
             return None
         places, columns, spare, count = [out], [at_out], None, len(states) - 1
         if count:
-            sizes = np.array(at_out.sizes)
-            ends = np.cumsum(np.tile(sizes, count))
-            if (memory := pool.take(int(ends[-1]))) is None:
+            bounds = np.cumsum([0, *at_out.sizes])
+            n = int(bounds[-1])
+            if (memory := pool.take(count * n)) is None:
                 return None
-            spare, starts = (pool, memory), memory.ctypes.data + 4 * (ends - np.tile(sizes, count))
-            for i in range(count):
-                own = slice(i * len(sizes), (i + 1) * len(sizes))
-                first, last = ends[own.start] - sizes[0], ends[own.stop - 1]
-                places.append(np.split(memory[first:last], ends[own][:-1] - first))
-                columns.append(Column(places[-1], at_out.sizes, starts[own]))
+            spare = pool, memory
+            for own in memory[: count * n].reshape(count, n):
+                places.append(np.split(own, bounds[1:-1]))
+                starts = own.ctypes.data + own.itemsize * bounds[:-1]
+                columns.append(Column(places[-1], at_out.sizes, starts))
         return cls(states, places, columns, spare)
 
     def put_back(self, tensors: Sequence[int] | None = None) -> None:
