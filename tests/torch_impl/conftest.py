@@ -1,4 +1,4 @@
-"""What several laws of PyTorch need."""
+"""Fixtures that several laws of PyTorch share."""
 
 import pytest
 import torch.distributed as dist
