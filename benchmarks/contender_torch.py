@@ -261,6 +261,54 @@ class PowerSGDPackage(Contender):
         return super().sample(gradients, backward)
 
 
+class Sharded:
+    """A perceptron that FSDP2 shards, with its optimizer, and the seconds of its steps.
+
+    Args:
+        name: what :meth:`shard` goes by.
+        layers, width: of the perceptron.
+        batch_size: of each rank.
+    """
+
+    def __init__(self, name: str, layers: int, width: int, batch_size: int) -> None:
+        torch.manual_seed(0)
+        self.name, self.seconds = name, list[float]()
+        self._batch = batch_size, width
+        self.blocks = [
+            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU())
+            for _ in range(layers)
+        ]
+        self.model = torch.nn.Sequential(*self.blocks)
+        self.momentum = MOMENTUM
+        #: what compresses, and has the statistics; ``None``: nothing does
+        self.exchange: Any = self.shard()
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=self.momentum)
+
+    def shard(self) -> Any:
+        """Call ``fully_shard`` for blocks and model, and return the exchange."""
+        raise NotImplementedError
+
+    def step(self) -> float:
+        """Take a step, and return the seconds of the slowest rank."""
+        x = torch.randn(self._batch)
+        self.sgd.zero_grad()
+        dist.barrier()
+        start = time.perf_counter()
+        self.model(x).square().mean().backward()
+        self.sgd.step()
+        seconds = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.item()
+
+    def take(self, is_counted: bool) -> None:
+        """Take a step; until one is counted, statistics begin again."""
+        seconds = self.step()
+        if is_counted:
+            self.seconds.append(seconds)
+        elif self.exchange is not None:
+            self.exchange.reset_stats()
+
+
 def original_dgc(name: str, weights: Gradients, checkout: Path | None) -> Contender:
     """The code of DGC's authors, with its own optimizer over Horovod."""
     if checkout is None:

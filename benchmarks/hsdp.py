@@ -14,7 +14,7 @@ messages' sizes: of HSDP, its shard times the bytes of an element.
 from __future__ import annotations
 
 import statistics
-import time
+from typing import Any
 
 from hvd_compress.cli.options import parser_of
 from hvd_compress.integrations.launch import under_mpirun
@@ -37,7 +37,7 @@ under_mpirun(options.ranks)
 
 import torch
 import torch.distributed as dist
-from contender_torch import start_process_group
+from contender_torch import Sharded, start_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from turns import turns
@@ -49,39 +49,24 @@ from hvd_compress.methods import as_compressor
 HSDP = {"HSDP float32": None, "HSDP bfloat16": torch.bfloat16}
 
 
-class Contender:
-    """A model with its optimizer, and the seconds of its steps."""
+class Contender(Sharded):
+    """HSDP of PyTorch, or replicas that a method compresses."""
 
     def __init__(self, name: str, mesh: DeviceMesh) -> None:
-        torch.manual_seed(0)
-        layers = [torch.nn.Linear(options.width, options.width) for _ in range(options.layers)]
-        self.model = torch.nn.Sequential()
-        for layer in layers:
-            self.model.extend([layer, torch.nn.ReLU()])
-        policy = MixedPrecisionPolicy(reduce_dtype=HSDP.get(name))
-        own = mesh if name in HSDP else mesh["shard"]
-        for part in (*layers, self.model):
-            fully_shard(part, mesh=own, mp_policy=policy)
-        self.name, self.seconds, self.exchange = name, [], None
-        momentum = 0.9
-        if name not in HSDP:
-            method = as_compressor(name)
-            taken = {"momentum": momentum} if method.takes_momentum else {}
-            self.exchange = hvd.compress_replicas(self.model, mesh["replica"], method, **taken)
-            momentum = 0.0 if taken else momentum
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=momentum)
+        self.mesh = mesh
+        super().__init__(name, options.layers, options.width, options.batch_size)
 
-    def step(self) -> float:
-        """Take a step, and return the seconds of the slowest rank."""
-        x = torch.randn(options.batch_size, options.width)
-        self.optimizer.zero_grad()
-        dist.barrier()
-        start = time.perf_counter()
-        self.model(x).square().mean().backward()
-        self.optimizer.step()
-        seconds = torch.tensor(time.perf_counter() - start)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return seconds.item()
+    def shard(self) -> Any:
+        policy = MixedPrecisionPolicy(reduce_dtype=HSDP.get(self.name))
+        own = self.mesh if self.name in HSDP else self.mesh["shard"]
+        for part in (*self.blocks, self.model):
+            fully_shard(part, mesh=own, mp_policy=policy)
+        if self.name in HSDP:
+            return None
+        method, taken = as_compressor(self.name), {}
+        if method.takes_momentum:
+            self.momentum, taken = 0.0, {"momentum": self.momentum}
+        return hvd.compress_replicas(self.model, self.mesh["replica"], method, **taken)
 
     @property
     def sent(self) -> float:
@@ -102,14 +87,10 @@ def main() -> None:
     contenders = {name: Contender(name, mesh) for name in (*HSDP, *options.methods)}
     torch.manual_seed(1 + rank)
     for number, name in turns([*contenders], options.warmup + options.rounds):
-        each = contenders[name]
-        seconds = each.step()
-        if number >= options.warmup:
-            each.seconds.append(seconds)
-        elif each.exchange is not None:
-            each.exchange.reset_stats()
+        contenders[name].take(is_counted=number >= options.warmup)
     if rank == 0:
-        elements = sum(p.numel() for p in each.model.parameters())
+        model = next(iter(contenders.values())).model
+        elements = sum(p.numel() for p in model.parameters())
         print(f"{shape[0]} replicas of {shape[1]} shards, {elements:,} elements")
         for each in contenders.values():
             median, least = statistics.median(each.seconds), min(each.seconds)

@@ -79,7 +79,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hvd_compress.torch as hvd
 import hvd_compress.torch.mpi as over_mpi
-from benchmarks.contender_torch import start_process_group
+from benchmarks.contender_torch import Sharded, start_process_group
 from benchmarks.recipes import RECIPES
 from mpi_examples.study import rate
 
@@ -121,32 +121,11 @@ def quality(name: str, seed: int) -> dict[str, Any]:
     return {**row, "seconds": time.perf_counter() - start}
 
 
-class Contender:
-    """A perceptron with its optimizer, and the seconds of its steps."""
+class Contender(Sharded):
+    """FSDP2 of PyTorch, or one of the ways to compress it."""
 
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(0)
-        width = options.width
-        blocks = [
-            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU())
-            for _ in range(options.layers)
-        ]
-        self.name, self.model = name, torch.nn.Sequential(*blocks)
-        self.exchange = sharded(self.model, blocks, name)
-        self.seconds: list[float] = []
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
-
-    def step(self) -> float:
-        """Take a step, and return the seconds of the slowest rank."""
-        x = torch.randn(options.batch_size, options.width)
-        self.optimizer.zero_grad()
-        dist.barrier()
-        start = time.perf_counter()
-        self.model(x).square().mean().backward()
-        self.optimizer.step()
-        seconds = torch.tensor(time.perf_counter() - start)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return seconds.item()
+    def shard(self) -> Any:
+        return sharded(self.model, self.blocks, self.name)
 
     def sent(self) -> dict[str, float]:
         """Return the bytes of a step: of gradients, and of parameters."""
@@ -166,16 +145,12 @@ class Contender:
 
 def times() -> dict[str, Any]:
     names = options.ways or TIMES
-    contenders = {name: Contender(name) for name in names}
+    size = options.layers, options.width, options.batch_size
+    contenders = {name: Contender(name, *size) for name in names}
     torch.manual_seed(1 + dist.get_rank())
     warmup = 2  # rounds that are not counted
     for number, name in turns(names, warmup + options.rounds):
-        each = contenders[name]
-        seconds = each.step()
-        if number >= warmup:
-            each.seconds.append(seconds)
-        elif each.exchange is not None:
-            each.exchange.reset_stats()
+        contenders[name].take(is_counted=number >= warmup)
     rows = {}
     for name, each in contenders.items():
         median, least = statistics.median(each.seconds), min(each.seconds)
