@@ -123,11 +123,6 @@ class Buckets:
             self._digest = f"{len(self.plan)}, {hashlib.sha256(text).hexdigest()[:8]}"
         return self._digest
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether something was started since the last :meth:`finish`."""
-        return bool(self._started)
-
     def start(self, names: Iterable[str]) -> None:
         """Take tensors whose gradients are ready, and send every bucket that is complete; never
         waits."""
