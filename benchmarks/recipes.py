@@ -169,6 +169,11 @@ class Gradients:
             group.update(momentum=0.0, nesterov=False)
         self.world = World(method, RANKS, fused=True)
 
+    @property
+    def sent(self) -> int:
+        """The bytes that rank 0 has sent."""
+        return self.world.record.bytes_sent
+
     def own(self, batch: Sequence[Batch]) -> Iterator[dict[str, Any]]:
         """The gradients of every rank."""
         for mine in batch:
@@ -272,6 +277,11 @@ class Rounds:
         self.optimizers = [recipe.optimizer(own.parameters(), recipe.lr) for own in self.models]
         self.world = Ranks(training_method(text), RANKS)
 
+    @property
+    def sent(self) -> int:
+        """The bytes that rank 0 has sent."""
+        return self.world.bytes_sent
+
     def step(self, batch: Sequence[Batch], lr: float) -> None:
         for model, mine in zip(self.models, batch, strict=True):
             model.zero_grad()
@@ -331,8 +341,8 @@ def train(run: Training, file: Path | None) -> dict[str, Any]:
     for step in range(steps):
         ranks.world.epoch = step / recipe.steps_per_epoch
         ranks.step(next(batches), recipe.lr * rate(step / steps))
-    seconds = time.perf_counter() - start
-    ranks.end()
+    seconds, sent = time.perf_counter() - start, ranks.sent
+    ranks.end()  # where models meet once more, to be tested
     with torch.no_grad():
         model.eval()
         loss, score = (
@@ -340,11 +350,10 @@ def train(run: Training, file: Path | None) -> dict[str, Any]:
             .mean(0)
             .tolist()
         )
-    record = getattr(ranks.world, "record", ranks.world)
     return {
         "loss": loss if math.isfinite(loss) else math.inf,  # it diverged, and no other is worse
         "score": score,
-        "sent": record.bytes_sent / steps,
+        "sent": sent / steps,
         "steps": steps,
         "dense": 4 * sum(p.numel() for p in model.parameters()),
         "seconds": round(seconds, 1),

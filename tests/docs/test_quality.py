@@ -109,6 +109,8 @@ def test_what_ran_is_kept(tmp_path):
     dense = found["bytes 0.002x none lr*1 seed=0"]
     assert dense["sent"] == pytest.approx(dense["dense"], rel=0.01)
     assert all(run["sent"] < 0.7 * run["dense"] for run in list(found.values())[1:])
+    local = next(run for key, run in found.items() if "local_sgd" in key)
+    assert local["sent"] < 0.15 * local["dense"], "the model that is tested is not sent for it"
     again = [*command, "--minutes", "0", "--picture", str(picture)]
     _, said = jobs.run(again, timeout=60)
     table = output[output.index("| bytes, 0.002x") :]
