@@ -8,18 +8,20 @@ import itertools
 import sys
 import tempfile
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import hvd_compress.torch as hvd
 from hvd_compress import FP8, LinearQuantization
-from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
+from hvd_compress.errors import CollectiveTimeout, ConfigError, MismatchError, UnsupportedError
 from tests.devices import DEVICE, start_process_group
 from tests.scenarios import of_program, run_all
 
@@ -259,6 +261,10 @@ def parameters_are_equal_on_all_ranks_and_travel_once_a_pass() -> None:
     after = exchange.stats().layers["middle.weight, gathered"].bytes_sent
     assert torch.equal(seen[-1], whole)
     assert after - before == 3 * 4 * 18 * 33
+    exchange.forget_parameters()
+    with torch.inference_mode():
+        _loss(model, 4)
+    _train(model, range(2))
 
 
 def checkpoints_keep_what_waits_on_other_numbers_of_ranks() -> None:
@@ -335,6 +341,44 @@ def damaged_states_are_refused_and_change_nothing() -> None:
     )
 
 
+def one_rank_alone_gets_an_error_that_names_the_call() -> None:
+    model = _sharded()
+    exchange = hvd.compress_shards(model, "linear", parameters="linear")
+    _train(model, range(1))
+    state, weights = exchange.state_dict(), model.state_dict()
+    store = distributed_c10d._get_default_store()
+    before = store.timeout
+    dist.barrier()
+    if dist.get_rank() == 1:
+        store.set_timeout(timedelta(seconds=0.2))
+        for call, words in (
+            (exchange.forget_parameters, r"^forget_parameters\(\)"),
+            (lambda: exchange.load_state_dict(state), r"^load_state_dict\(\) of the exchange"),
+            (lambda: model.load_state_dict(weights), r"^model\.load_state_dict\(\)"),
+        ):
+            with pytest.raises(CollectiveTimeout, match=f"{words} .* not on rank 0, 2, 3: call"):
+                call()
+        store.set_timeout(before)
+    dist.barrier()
+    exchange.forget_parameters()
+    _train(model, range(1))
+
+
+def what_waits_of_float16_is_an_average_too() -> None:
+    """FSDP2 divides it by 2 before the sum, and by 2 afterwards."""
+    found = []
+    for dtype in (None, torch.float16):
+        model = _sharded(mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        exchange = hvd.compress_shards(model, "linear:bits=4")
+        _gradients(model)
+        found.append(_waiting(exchange))
+        before = _waiting(exchange)
+        exchange.load_state_dict(exchange.state_dict())
+        _assert_close(_waiting(exchange), before)
+    for name, x in found[0].items():
+        assert abs(found[1][name].norm() / x.norm() - 1) < 0.1
+
+
 def nan_reaches_every_rank_and_no_state() -> None:
     for bad, options in itertools.product((torch.nan, torch.inf), ({}, {"nodes": 2})):
         model = _sharded()
@@ -345,6 +389,9 @@ def nan_reaches_every_rank_and_no_state() -> None:
         spoiled = _gradients(model, [1])
         assert not spoiled["inner.weight"].isfinite().any()
         assert torch.isfinite(spoiled["head.weight"]).all()
+        words = spoiled["words.weight"].isfinite()  # not coded, so NaN where words occur
+        assert words.any()
+        assert not words.all()
         after = _waiting(exchange)
         assert torch.equal(before["inner.weight"], after["inner.weight"])
         assert not torch.equal(before["head.weight"], after["head.weight"])
@@ -444,8 +491,21 @@ def what_cannot_work_says_what_to_write() -> None:
         hvd.compress_shards(model, "linear")
     own = _sharded()
     own.inner.set_custom_reduce_scatter(object())
-    with pytest.raises(ConfigError, match=r"inner has a reduce-scatter of its own, object"):
+    with pytest.raises(ConfigError, match=r"inner has a collective of its own, object"):
         hvd.compress_shards(own, "linear")
+    own = _sharded()
+    own.inner.set_custom_all_gather(object())
+    hvd.compress_shards(own, "linear")
+    own = _sharded()
+    own.inner.set_custom_all_gather(object())
+    with pytest.raises(ConfigError, match=r"inner has a collective of its own, object"):
+        hvd.compress_shards(own, "linear", parameters="linear")
+    whole = _sharded()
+    _loss(whole, 0)
+    with pytest.raises(ConfigError, match=r"the model are others.*a forward pass has gathered"):
+        hvd.compress_shards(whole, "linear")
+    whole.reshard()
+    hvd.compress_shards(whole, "linear")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says that FSDP2 has come
         old = FullyShardedDataParallel(copy.deepcopy(_Model()), device_id=DEVICE)

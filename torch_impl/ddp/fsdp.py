@@ -210,7 +210,7 @@ class ReplicaExchange(Controls):
         device: torch.device,
     ) -> None:
         self.reducer, self._device = reducer, device
-        names = {id(p): name for name, p in model.named_parameters()}
+        names = names_of(model, modules)
         self._modules = [
             ShardedModule(module, name, names, reducer.engine.size, self._start)
             for name, module in modules
@@ -465,6 +465,23 @@ def sharded_modules(model: torch.nn.Module, how: str) -> list[tuple[str, Any]]:
             "DistributedDataParallel, with the hook hvd.ddp_hook"
         )
     return list(found.values())
+
+
+def names_of(model: torch.nn.Module, modules: list[tuple[str, Any]]) -> dict[int, str]:
+    """Return the names of a model's parameters, by their identity.
+
+    Raises:
+        ConfigError: those of a module are not the ones that ``fully_shard`` has made.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    for name, module in modules:
+        if not all(id(p.sharded_param) in names for p in groups_of(module)[0].fsdp_params):
+            raise ConfigError(
+                f"parameters of {name or 'the model'} are others than fully_shard has made: a "
+                "forward pass has gathered them, or they were replaced. Make the exchange after "
+                "fully_shard and before the first step; model.reshard() undoes a forward pass"
+            )
+    return names
 
 
 def groups_of(module: Any) -> list[Any]:

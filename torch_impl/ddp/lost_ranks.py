@@ -12,6 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from hvd_compress.errors import CollectiveTimeout
+
 #: seconds in which ranks that fail as well say so, and for the last of them: it may be the lost
 _PATIENCE, _LAST = 2.0, 0.1
 _WHAT = (
@@ -35,6 +37,36 @@ def naming_lost_ranks(group: Any) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise type(error)(f"{error}\n{_words(group)}") from error
+
+
+def meet(group: Any, call: str) -> None:
+    """Wait until all ranks of a group have made a call, as often as this one.
+
+    It needs no collective: a rank that calls alone would begin another one than the others.
+
+    Args:
+        group: the process group.
+        call: what users call, for the error.
+
+    Raises:
+        CollectiveTimeout: ranks have not, in the time-out of the job.
+    """
+    store: Any = distributed_c10d._get_default_store()
+    me, limit = dist.get_rank(), store.timeout.total_seconds()
+    keys = {
+        rank: f"hvd_compress/calls/{group.group_name}/{call}/{rank}"
+        for rank in dist.get_process_group_ranks(group)
+    }
+    own, end = store.add(keys[me], 1), time.monotonic() + limit
+    while missing := [str(rank) for rank, key in keys.items() if store.add(key, 0) < own]:
+        if time.monotonic() > end:
+            store.add(keys[me], -1)
+            raise CollectiveTimeout(
+                f"{call} was called on rank {me}, and in {limit:.0f} seconds not on rank "
+                f"{', '.join(missing)}: call it on all ranks that share the model, at the same "
+                "place"
+            )
+        time.sleep(0.01)
 
 
 def _words(group: Any) -> str:

@@ -136,9 +136,8 @@ class ReduceScatter(_Comm):
         for hop in hops:
             hop.settle(notes)
         if self.carried is not None:
-            x.add_(self.carried, alpha=size * factor)
-            # What did not arrive waits on.
-            self.carried = torch.where(torch.isnan(notes), self.carried, 0.0)
+            x.add_(self.carried, alpha=size * factor / self._divided_before())
+            self.carried.masked_fill_(~notes.isnan(), 0)  # what did not arrive waits on
         output_tensor.copy_(x.view(-1))
         sent: dict[str, int] = {}
         for name, count in (pair for hop in hops for pair in hop.sent().items()):
@@ -176,6 +175,16 @@ class ReduceScatter(_Comm):
         self._hops, self._known = hops, (trained, like.dtype)
         return hops
 
+    def _divided_before(self) -> int:
+        """Return by how much FSDP2 has divided gradients before they come here.  In float16 that is
+        about the root of its divisor, against overflow."""
+        replicas = getattr(self.of.mesh_info, "replicate_mesh_size", 1)
+        divisor = self.of.gradient_divide_factor or replicas * dist.get_world_size(self.ranks)
+        before = 1
+        while self._known[1] == torch.float16 and divisor % before == 0 and divisor > before**2:
+            before *= 2
+        return before
+
     def waiting(self) -> dict[str, torch.Tensor]:
         """Return what waits for this rank's shards, as averages (float32), by name of the coded
         parameters.  A collective."""
@@ -186,7 +195,7 @@ class ReduceScatter(_Comm):
             x = hop.waiting(x)
         if x is None:
             return {}
-        x = x.view(-1).div_(dist.get_world_size(self.ranks))
+        x = x.view(-1).mul_(self._divided_before() / dist.get_world_size(self.ranks))
         if self.carried is not None:
             x += self.carried
         return {name: x[place.span] for name, place in hops[-1].row.coded.items()}
@@ -236,6 +245,11 @@ class AllGather(_Comm):
         self._seen: torch.Tensor | None = None  # y, of shape (ranks, elements)
         self._stream_event: Any = None
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether differences are sent next time."""
+        return self._seen is not None
+
     def forget(self) -> None:
         """Send parameters as they are next time, since they are others now."""
         self._seen = None
@@ -265,7 +279,8 @@ class AllGather(_Comm):
                 all_gather(output_tensor, input_tensor, group=group)
             self._row = Layout.of(self.parts, self._codec, input_tensor.dtype)
             self._make_runs(input_tensor, size)
-            self._seen = out.clone()
+            with torch.inference_mode(False):  # training will write into it
+                self._seen = out.clone()
             whole = {part.name: part.elements * input_tensor.element_size() for part in self.parts}
             self._sent(whole, input_tensor)
         elif current_pass() < 0:

@@ -25,7 +25,8 @@ from hvd_compress.reduce.state_file import entry, refused, whole
 from hvd_compress.stats import Stats
 
 from ..amp import NO_SCALE, refuse_scale, running_scale
-from ..ddp.fsdp import groups_of, sharded_modules
+from ..ddp.fsdp import groups_of, names_of, sharded_modules
+from ..ddp.lost_ranks import meet
 from ..ddp.nodes import Nodes, check_nodes, nodes_of
 from ..parameters import is_sharded
 from ..replicas import agree, group_of
@@ -79,7 +80,16 @@ class ShardExchange:
 
     def forget_parameters(self) -> None:
         """Let the next forward pass gather parameters as they are: after something else than the
-        optimizer has changed them.  On all ranks; ``model.load_state_dict`` does it by itself."""
+        optimizer has changed them.  On all ranks; ``model.load_state_dict`` does it by itself.
+
+        Raises:
+            CollectiveTimeout: other ranks do not call it in the time-out of the job.
+        """
+        self._forget("forget_parameters()")
+
+    def _forget(self, call: str) -> None:
+        if any(each.is_under_way for each in self._parameters):
+            meet(self._parameters[0].ranks, call)
         for each in self._parameters:
             each.forget()
 
@@ -111,6 +121,8 @@ class ShardExchange:
 
         Raises:
             ConfigError: it belongs to another model or is damaged; then nothing has changed.
+            CollectiveTimeout: other ranks do not load it in the time-out of the job, or refuse it;
+                then nothing has changed either.
         """
         try:
             about = json.loads(entry(state_dict, "about", str))
@@ -143,10 +155,12 @@ class ShardExchange:
             local[name] = x.to_local().float()
             if not local[name].isfinite().all():
                 raise refused(f"what waits of {name!r} is not finite")
+        meet(self._gradients[0].ranks, "load_state_dict() of the exchange")
         for each in self._gradients:
             own = {name: local[name] for name in each.names() if name in local}
             each.resume(own, step)
-        self.forget_parameters()
+        for gathered in self._parameters:
+            gathered.forget()
 
 
 def compress_shards(
@@ -215,14 +229,14 @@ def compress_shards(
     modules = sharded_modules(model, HOW)
     (first,) = groups_of(modules[0][1])
     for name, module in modules:
-        _check_module(name, groups_of(module)[0], first)
+        _check_module(name, groups_of(module)[0], first, gathered is not None)
     between = None if replicas is None else group_of(replicas)
     shards = first.mesh_info.shard_process_group
     options = {
         **{"compression": repr(method), "parameters": repr(gathered), "inside": repr(inner)},
         **{"residual, beta, reset_every": f"{residual}, {beta}, {reset_every}"},
     }
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = names_of(model, modules)
     is_exempt = exempt or _by_kind(model)
     parts = {
         id(module): [
@@ -266,7 +280,9 @@ def compress_shards(
             module.set_custom_all_gather(gathers[-1])
     exchange = ShardExchange(method, scattered, gathers, between)
     if gathers:
-        model.register_load_state_dict_post_hook(lambda *_: exchange.forget_parameters())
+        model.register_load_state_dict_post_hook(
+            lambda *_: exchange._forget("model.load_state_dict()")
+        )
     return exchange
 
 
@@ -301,8 +317,12 @@ def _check(residual: Any, beta: Any, reset_every: Any) -> None:
         raise ConfigError(f"reset_every={reset_every!r}: pass a number of steps, or None")
 
 
-def _check_module(name: str, group: Any, first: Any) -> None:
-    """Raise an error if there is no exchange for the parameters of a module."""
+def _check_module(name: str, group: Any, first: Any, gathers: bool) -> None:
+    """Raise an error if there is no exchange for the parameters of a module.
+
+    Args:
+        gathers: they are gathered in codes as well.
+    """
     what = name or "the model"
     if not hasattr(group.mesh_info, "shard_process_group"):
         raise UnsupportedError(
@@ -316,13 +336,14 @@ def _check_module(name: str, group: Any, first: Any) -> None:
         )
     if isinstance(group._reduce_scatter_comm, ReduceScatter):
         raise ConfigError(f"{what} has compressed shards already: call compress_shards once")
-    if not type(group._reduce_scatter_comm).__name__.startswith("Default"):
-        kind = type(group._reduce_scatter_comm).__name__
-        raise ConfigError(
-            f"{what} has a reduce-scatter of its own, {kind}: "
-            "leave out set_custom_reduce_scatter, set_symm_mem_for_comm and "
-            "set_allocate_memory_from_process_group_for_comm"
-        )
+    gather = [group._all_gather_comm] if gathers else []
+    for comm in (group._reduce_scatter_comm, *gather):
+        if not type(comm).__name__.startswith("Default"):
+            raise ConfigError(
+                f"{what} has a collective of its own, {type(comm).__name__}: leave out "
+                "set_custom_reduce_scatter, set_custom_all_gather, set_symm_mem_for_comm and "
+                "set_allocate_memory_from_process_group_for_comm"
+            )
 
 
 def _levels(nodes: Any, shards: Any, device: torch.device, terms: Any) -> Nodes | None:
