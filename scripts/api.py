@@ -59,7 +59,12 @@ TORCH, TF, KERAS = (
 BOTH = "{0} {0}.callbacks"
 COMMON = (
     page_of("methods", "Methods and schedules", "methods learned advisor.auto schedules", WORLD),
-    page_of("training", "Training methods", "systems.rounds systems.graphs systems.teachers"),
+    page_of(
+        "training",
+        "Training methods",
+        "systems.rounds systems.graphs systems.teachers",
+        f"from {ALL}.systems import Ranks",
+    ),
     page_of(
         "stats", "Statistics", "stats integrations.logs", f"{LOCAL}\nfrom {ALL}.reduce import *"
     ),
@@ -175,7 +180,12 @@ Users of PyTorch import `hvd_compress.torch as hvd`, users of Keras
 and this package's methods, schedules, training methods and errors.
 
 The first tables have the names that most programs need. The pages below them have all public names,
-from their docstrings. Names on no page may change in any release."""
+from their docstrings. Names on no page may change in any release.
+
+Every call may raise these [errors](errors.md), which texts do not repeat: `ConfigError` or
+`UnsupportedError` for an option or an array that it cannot honour, `MismatchError` if ranks differ
+in options, shapes or dtypes, `SetupError` before `hvd.init()`, and `CollectiveTimeout` if a rank
+does not answer."""
 #: what users need of classes that they do not make themselves
 OF_RETURNED = {
     "Binding": {"epoch", "method", "report_at_exit", "reset_stats", "set_epoch", "stats", "step"},

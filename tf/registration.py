@@ -133,7 +133,6 @@ def wrap_optimizer(
                 these.
 
         Raises:
-            ConfigError, UnsupportedError: an option has a value that cannot be honoured.
             MismatchError: the ranks differ in method, options or variables; mostly in the first
                 step, where TensorFlow shows it inside of an error of its own.
         """

@@ -195,7 +195,6 @@ def wrap_tape(
             seed: for randomness that the ranks share.
 
         Raises:
-            ConfigError, UnsupportedError: an option has a value that cannot be honoured.
             MismatchError: the ranks differ in method, options or variables.
         """
         call = bind_call(signature, args, kwargs, hvd, gather)

@@ -50,10 +50,8 @@ class Auto(Compressor, name="auto"):
 
         compression="auto:accuracy=measured"
 
-    The first steps are dense.  Then the ranks time exchanges, and rank 0 measures for some seconds
-    what candidates cost.  The model of ``hvd-compress advise`` chooses; one line of the log says
-    the method and the reason.  The choice stays for the run and for those that go on from its
-    checkpoints.
+    After dense steps the ranks time exchanges, and rank 0 measures what candidates cost.  The model
+    of ``hvd-compress advise`` chooses, and the log says why.  Checkpoints keep the choice.
 
     Methods that take over the optimizer's momentum, such as DGC, are no candidates.  It works in
     PyTorch over Horovod, MPI and DistributedDataParallel, and with a
@@ -62,9 +60,8 @@ class Auto(Compressor, name="auto"):
     Options:
         accuracy: the most that averages may lose.  "exact": rounding to 16 bits, while gradients
             fit.  "measured": at most 0.5 % of the loss or 0.2 points of accuracy, in all our
-            trainings with SGD and with AdamW.  "feedback": parts that are sent in later steps; test
-            without compression first whether your training tolerates it.  "lossy": rounding to few
-            bits.
+            trainings with SGD and with AdamW.  "feedback": what waits for later steps.  "lossy":
+            rounding to few bits.
         steps: dense steps that are measured, after two that are not; 1 or more.
 
     >>> Auto().candidates

@@ -7,28 +7,24 @@ A text, ``compression="dgc:density=0.001"``, and a class, ``compression=hvd.DGC`
 
 All methods have this in common:
 
-- A gradient is an array of n floating-point numbers, of any shape; with other dtypes exchanges
-  raise ``UnsupportedError``.  Its average has its shape and dtype, and the same bits on all ranks.
+- A gradient has floating-point numbers and any shape, otherwise exchanges raise
+  ``UnsupportedError``.  Its average has its shape and dtype, and the same bits on all ranks.
 - If one rank has a NaN or Inf, all ranks get one, and every state stays as it was.
-- Options are checked when a method is made: ``ConfigError`` names the option, its choices and the
-  value.  Methods are frozen dataclasses, so they can be compared, printed and stored
-  (``to_config()``, :func:`hvd_compress.from_config`).
-- ``density`` is the fraction of the elements that is sent, in (0, 1]: k = ceil(density * n), at
-  least one.  A schedule of densities is possible, too.
-- ``momentum`` and ``nesterov`` belong to methods that apply the optimizer's momentum themselves.
-  ``None``, the default, takes the optimizer's; a number is in [0, 1).
+- Methods are frozen dataclasses: they can be compared, printed and stored (``to_config()``,
+  :func:`hvd_compress.from_config`).
+- ``density`` is the fraction of the elements that is sent, in (0, 1], or a schedule: k =
+  ceil(density * n) of n elements.
+- ``momentum`` and ``nesterov`` belong to methods that apply momentum themselves.  ``None``, the
+  default, takes the optimizer's; a number is in [0, 1).
 - ``indices`` of elements are "packed" on the wire, about log2(n / k) + 1.5 bits each, or "int32".
-- ``algorithm`` says how MPI adds up arrays (:class:`hvd_compress.blocks.allreduce`) or entries
-  (:class:`hvd_compress.blocks.allgather`).  ``None`` leaves it to the engine.
-- ``rows`` says how rows of sparse gradients are sent, such as "int8" or "top:0.1"; see
-  :mod:`hvd_compress.methods.rows`.
-- "State" lists the arrays that each rank keeps per tensor from step to step.  They have as many
-  elements as the gradient, of 4 bytes (8 for float64), unless stated otherwise.
-- "Sent" is what a rank passes to the collectives per tensor and step; ``stats()`` counts its bytes.
+- ``algorithm`` says how MPI adds up: see :class:`hvd_compress.blocks.allreduce` and
+  :class:`hvd_compress.blocks.allgather`.  ``None`` leaves it to the engine.
+- ``rows`` says how rows of sparse gradients are sent: see :mod:`hvd_compress.methods.rows`.
+- "State" lists the arrays that a rank keeps per tensor.  They have as many elements as the
+  gradient, of 4 bytes (8 for float64), unless stated otherwise.
 
-Examples with a ``World`` run several ranks in one process.  Its ``exchange`` takes the gradient of
-each rank and returns a result for each: ``mean``, the average, and ``direction``, the one to step
-along.  The two differ if momentum is applied after averaging.
+Examples with a ``World`` run several ranks in one process.  Its ``exchange`` takes all gradients
+and returns for each rank ``mean``, and ``direction``, which has momentum if that is applied later.
 """
 
 from __future__ import annotations

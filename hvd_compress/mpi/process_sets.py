@@ -110,7 +110,6 @@ def init(
             "dynamic" is accepted: sets can always be added.
 
     Raises:
-        ConfigError: an option has a value that cannot be honoured.
         MismatchError: the ranks make other sets.
         SetupError: MPI was initialised without support for threads.
     """
@@ -173,7 +172,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Raises:
         ConfigError: there is no rank of such a number.
         MismatchError: the ranks make other sets.
-        SetupError: ``hvd.init()`` is missing.
     """
     everyone = global_process_set.communicator
     with everyone.told(always=True):

@@ -86,9 +86,6 @@ class Formula(abc.ABC):
     Options:
         lr: the learning rate, which schedules may change from step to step.
 
-    Raises:
-        ConfigError: an option makes no sense.
-
     >>> lars, w, state = LARS(lr=1.0, trust_coefficient=0.1), np.array([[3.0, 4.0]]), {}
     >>> for number in (1, 2):
     ...     w, state = lars.step(w, np.array([[1.0, 1.0]]), state, Now(number))

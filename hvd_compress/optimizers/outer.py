@@ -21,9 +21,6 @@ class OuterSGD(Configurable, kind="outer optimizer", name="sgd"):
         momentum: from 0, for none, to 1.
         nesterov: use Nesterov momentum.
 
-    Raises:
-        ConfigError: an option makes no sense.
-
     >>> OuterSGD(lr=0.5, momentum=0.0).stepped(np.array([1.0]), np.array([0.2]), {})
     (array([0.9]), {})
     """

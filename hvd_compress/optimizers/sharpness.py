@@ -36,9 +36,6 @@ class SAM:
     Options:
         rho: radius of the ball in which the worst weights are looked for, in units of the weights.
 
-    Raises:
-        ConfigError: an option makes no sense.
-
     Reference: Foret, Kleiner, Mobahi and Neyshabur, ICLR 2021, arXiv 2010.01412.
 
     >>> w, g = np.array([1.0, 1.0]), np.array([3.0, 4.0])

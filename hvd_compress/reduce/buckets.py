@@ -41,42 +41,26 @@ class Planned:
 
 
 class Buckets:
-    """Sends exchanges in buckets: a bucket is sent as soon as all its tensors are ready, while
-    backward goes on with others.
+    """Sends each bucket as soon as all its tensors are ready, while backward goes on with others.
 
-    Buckets are planned after the first step, and again when the tensors or the kinds of their
-    requests have changed.  Neighbours in the order in which gradients became ready on rank 0 make
-    one, if they have one kind of request, dtype and device.  Buckets are sent in the same order on
-    all ranks, in whatever order gradients become ready there.  The first step sends all its buckets
-    at its end.
+    Buckets are planned after the first step, and again when tensors or their requests change.
+    Neighbours in the order of rank 0's gradients make one, if they have one kind of request, dtype
+    and device.  All ranks send buckets in that order.  A step sends at its end what is not planned,
+    and buckets of which a tensor does not come.
 
-    Tensors that belong together by their requests (``BucketKey.together``) are in one bucket
-    whatever its size, and whatever ``groups`` says.  The end of a step sends it if the plan
-    does not know it yet, or if one of its tensors does not come.  A tensor that is not in the plan
-    is alone in that step.
-
-    If an engine's sums depend on the place of an element in its bucket, neighbours are those of
-    ``names``.  Then a run that goes on from a checkpoint has the same buckets, and the same bits,
-    as one that was never interrupted.
+    Tensors with one ``BucketKey.together`` are in one bucket, whatever its size and ``groups``.  If
+    sums depend on an element's place, neighbours are those of ``names``.  A run that goes on from a
+    checkpoint then has the same bits as one that was never interrupted.
 
     Args:
-        engine: a function that returns the current engine; elastic training changes it.
-        enter: a function that returns the entries of tensors, given their names, when their bucket
-            is complete; see :mod:`hvd_compress.engines.joining`.
-        exchange: a function that returns the exchange of such entries.
-        nbytes: a bucket is full when the gradients in it have this many bytes, uncompressed.
-        groups: names of tensors that are sent together, whatever their size; all other tensors are
-            sent one by one.
-        same_order: all ranks start tensors in the same order, so rank 0 need not send its order.
+        engine: returns the current engine; elastic training changes it.
+        enter: returns the entries of named tensors; see :mod:`hvd_compress.engines.joining`.
+        exchange: returns the exchange of such entries.
+        nbytes: bytes of gradients, uncompressed, with which a bucket is full.
+        groups: names of tensors that are sent together; all others are sent one by one.
+        same_order: all ranks start tensors in the same order, so rank 0 need not send its own.
         names: tensors in an order that is known beforehand, the first ones ready first.
-        go_on: a function that returns the exchange of a bucket by its names, if its entries are
-            those of the last step; ``None``: ``enter`` is asked.
-
-    Attributes:
-        plan: the names of each bucket, in the order in which buckets are sent; empty before the end
-            of the first step.
-        bucket_of: the bucket of each tensor.
-        next: the bucket that is to be sent next; ``None`` if there is none.
+        go_on: returns the exchange of a bucket that has the entries of the last step, or ``None``.
     """
 
     def __init__(

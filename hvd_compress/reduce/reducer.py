@@ -75,54 +75,24 @@ class _InUse(NamedTuple):
 
 @final
 class Reducer:
-    """Averages named gradients over the ranks of an engine.
+    """Averages named gradients over the ranks of an engine::
 
-    ``reduce`` takes all gradients of a step at once.  ``start`` takes them one by one, as they
-    become ready and in any order, and ``finish`` returns the results.  In each step all ranks must
-    reduce the same names.
+        averages = reducer.reduce({"w": gradient})  # the same names on all ranks
+
+    ``start`` takes gradients one by one, in any order, and ``finish`` returns the results.
 
     Args:
-        compression: a method, its class, its name, or a string such as "dgc:density=0.01".
+        compression: a method, its class, its name, or a text such as "dgc:density=0.01".
         engine: carries out the exchanges, for instance :class:`hvd_compress.mpi.MpiEngine`.
-        store: keeps the states, and knows the optimizer; ``None``: a :class:`MemoryStore`.  The
-            caller who passes one binds the method, too (:meth:`Compressor.bind`).
-        momentum, nesterov: those of the optimizer, for methods that take momentum over; the
-            optimizer must not apply them again.  A store of one's own knows its optimizer's.
+        store: keeps states and knows the optimizer; its caller binds the method, too.
+        momentum, nesterov: of the optimizer, for methods that take them over, without a ``store``.
         sums: results are sums instead of averages.
-        seed: the seed of random numbers that the ranks share.
-        bucket_bytes: a bucket is full when its gradients have this many bytes, uncompressed; 25 MiB
-            by default.
-        groups: names of tensors that are sent together, whatever their size; all other tensors are
-            sent one by one.  ``None``: after the first step ``bucket_bytes`` decides.
-        same_order: all ranks start their gradients in the same order, so that rank 0 need not send
-            its own.
-        names: of the tensors, if they are known beforehand, the first ones ready first.
+        seed, groups, bucket_bytes: of shared random numbers; otherwise see :class:`.Buckets`.
+        same_order, names: see :class:`.Buckets`.
         in_place: results may be written into the memory of the gradients.
-        sparse: results may be :class:`hvd_compress.base.Sparse`, of flat arrays and without twice
-            the same index, where no rank has sent the other elements.
-        scratch: memory for the loops of graphs that outlives this reducer; see :class:`Context`.
-        finds_unused: some tensors may get no gradient on any rank, and their averages are dropped
-            by whoever asked for them: then they keep their states.  The ranks compare what was used
-            once per step.
-
-    Attributes:
-        compression: the method that was asked for.
-        choice: the method in use and why, if it is chosen in the first steps; else ``None``.
-        method: the one in use.
-        step, epoch: the step and epoch of the next exchange.
-        phase: of the method, where the step is a symbol.
-        learning_rate: of the next step, for methods that need it; ``None``: as the store says.
-        homes: finds what tensors have in common.
-        records: the bytes that each tensor has sent and received so far, by name.
-        buckets: the assignment of tensors to buckets.
-        clock: counts the time that exchanges take, in seconds.
-        finds_unused: see the argument.
-        keeps_undo: the states of before each step are kept, for :meth:`discard`.
-
-    Raises:
-        ConfigError: there is no such method or option, or a momentum that the method does not take.
-
-    One rank; over several the engine is another, and nothing else:
+        sparse: results may be :class:`hvd_compress.base.Sparse`, flat, each index once.
+        scratch: memory for the loops of graphs that outlives this; see :class:`Context`.
+        finds_unused: a tensor without a gradient on any rank keeps its state.
 
     >>> reducer = Reducer("topk:density=0.5", LocalEngine())
     >>> [reducer.reduce({"w": np.array([4.0, 3.0])})["w"].tolist() for step in range(2)]

@@ -39,13 +39,10 @@ _COMMON = "(all)"
 
 
 class Coordinator:
-    """Runs a training method on this rank, over an engine.
+    """Runs a training method on this rank, over an engine, around the local step of a loop::
 
-    A training loop calls it around its local step::
-
-        gradients = ...                                     # of x
         x = coordinator.before_step(x)
-        x = {name: x[name] - lr * g for name, g in gradients.items()}
+        x = {name: x[name] - lr * gradients[name] for name in x}  # gradients of the x before
         x = coordinator.after_step(x)
 
     All ranks take equally many steps, since those with an exchange are collectives.
@@ -55,9 +52,6 @@ class Coordinator:
         engine: carries the exchanges, for instance :class:`hvd_compress.mpi.MpiEngine`.
         seed: the seed of random numbers that the ranks share.
         like: an array of the kind in which ranks compare values; ``None``: that of the parameters.
-
-    Raises:
-        ConfigError: ``method`` is no training method, or does not fit the number of ranks.
 
     >>> from hvd_compress.engines.local import LocalEngine
     >>> x, coordinator = {"w": np.ones(3)}, Coordinator(LocalSGD(sync_every=2), LocalEngine())

@@ -191,9 +191,6 @@ def train_locally(
 
     Args:
         make_engine: of a process set, ``None`` for all ranks.
-
-    Raises:
-        ConfigError, UnsupportedError: an option has a value that cannot be honoured.
     """
     method = as_training_method(method)
     if isinstance(optimizer, CompressedOptimizer | LocalStepsOptimizer):

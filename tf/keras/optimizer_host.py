@@ -36,9 +36,6 @@ class FormulaOptimizer(keras.optimizers.Optimizer):
 
     Args:
         options: those of the formula, ``name``, and those of every Keras optimizer.
-
-    Raises:
-        ConfigError: an option makes no sense.
     """
 
     formula: ClassVar[type[Formula]]

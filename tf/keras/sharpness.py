@@ -33,9 +33,6 @@ class SAM:
         average: ``hvd_compress.tensorflow.allreduce`` for the same eps on all ranks, at the cost of
             another dense gradient.  That of Horovod's Keras module takes no symbols.
 
-    Raises:
-        ConfigError: an option makes no sense.
-
     Reference: Foret, Kleiner, Mobahi and Neyshabur, ICLR 2021, arXiv 2010.01412.
 
     >>> w = keras.Variable(1.0)

@@ -31,9 +31,6 @@ class ScaledWarmup(keras.optimizers.schedules.LearningRateSchedule):
         scaling: "linear" or "sqrt"; see ``hvd_compress.optimizers.rate_factor``.
         name: of the schedule.
 
-    Raises:
-        ConfigError: an option makes no sense.
-
     Reference: Goyal et al., 2017, arXiv 1706.02677.
 
     >>> rate = hvd.ScaledWarmup(0.1, batch_size=1024, reference_batch_size=256, steps=2)

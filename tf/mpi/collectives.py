@@ -63,7 +63,6 @@ def allreduce(
         ignore_name_scope: accepted as Horovod's.
 
     Raises:
-        ConfigError: an option has a value that cannot be honoured.
         MismatchError: the ranks' tensors or options differ; inside of an error of TensorFlow if a
             graph is running.
         UnsupportedError: another ``op``, or a dtype that cannot be added.
@@ -178,8 +177,6 @@ def allgather(
         process_set: the ranks that take part.
 
     Raises:
-        ConfigError: an option has a value that cannot be honoured.
-        MismatchError: the ranks' rows differ in dtype or shape.
         UnsupportedError: rows have no element.
     """
     x, number = _tensor(tensor), communicator_of(process_set).size
@@ -223,7 +220,6 @@ def broadcast(
 
     Raises:
         ConfigError: the root is not one of them.
-        MismatchError: the ranks' tensors differ in shape or dtype.
     """
 
     def gradient(of_result: tf.Tensor) -> tf.Tensor:

@@ -52,10 +52,6 @@ def DistributedGradientTape(  # noqa: N802, Horovod's name
         process_set: the ranks that take part.
         scale_local_gradients: gradients of local sources are divided by the number of ranks.
         seed: for randomness that the ranks share.
-
-    Raises:
-        ConfigError: an option has a value that cannot be honoured.
-        SetupError: ``hvd.init()`` is missing.
     """
     options = dict(locals())
     rank()  # says if init() is missing
@@ -113,10 +109,6 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
             :func:`DistributedGradientTape`.
         method: a training method, for Keras 3, which sends no gradients and takes no options of
             these.
-
-    Raises:
-        ConfigError, UnsupportedError: an option has a value that cannot be honoured.
-        SetupError: ``hvd.init()`` is missing.
     """
     options = dict(locals())
     rank()  # says if init() is missing

@@ -369,7 +369,6 @@ def compress_replicas(
     Raises:
         ConfigError: the model is not sharded so, there is one replica only, or the method takes
             momentum over, and none was named.
-        MismatchError: the ranks differ in method, options or parameters.
         UnsupportedError: the model is in ``FullyShardedDataParallel`` (FSDP1), or parameters of one
             module are on several meshes.
     """

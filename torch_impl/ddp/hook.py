@@ -398,7 +398,6 @@ def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[t
 
     Raises:
         ConfigError: ``state`` is something else, or belongs to another model.
-        MismatchError: the ranks differ in method, options or parameters.
         UnsupportedError: a gradient is sparse, or PyTorch's Python reducer calls the hook.
     """
     if not isinstance(state, DDPState):

@@ -74,7 +74,6 @@ def wrap_factory(
             method: a training method, which sends no gradients and takes no options of these.
 
         Raises:
-            ConfigError, UnsupportedError: an option has a value that cannot be honoured.
             MismatchError: the ranks differ in method, options or parameters; mostly in the first
                 step.
         """

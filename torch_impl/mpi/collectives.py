@@ -203,7 +203,6 @@ def allgather(
         process_set: the ranks that take part.
 
     Raises:
-        MismatchError: the ranks' rows differ in dtype or shape.
         UnsupportedError: its bytes cannot be sent, for instance because it is sparse.
     """
     comm, counts = communicator_of(process_set), list[int]()
@@ -265,7 +264,6 @@ def broadcast_(
 
     Raises:
         ConfigError: the root is not one of them.
-        MismatchError: the ranks' tensors differ in shape or dtype.
         UnsupportedError: its bytes cannot be sent, for instance because it is sparse.
     """
     comm = communicator_of(process_set)

@@ -71,11 +71,6 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
         sparse_step: averages of top-k's elements are sparse gradients, so that ``torch.optim.SGD``
             writes no other elements of a parameter.
         method: a training method, which sends no gradients and takes no options of these.
-
-    Raises:
-        ConfigError: an option has a value that cannot be honoured.
-        MismatchError: the ranks differ in method, options or parameters.
-        SetupError: ``hvd.init()`` is missing.
     """
     options = dict(locals())
     if process_set is global_process_set:

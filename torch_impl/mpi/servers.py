@@ -100,10 +100,6 @@ def parameter_server(
         worker_timeout, seed: see :class:`hvd_compress.mpi.ParameterServer`.
         rules: options of :class:`hvd_compress.systems.servers.Rules`: ``mode``, ``backup``,
             ``compression``.
-
-    Raises:
-        ConfigError: an option has a value that cannot be honoured.
-        MismatchError: the ranks differ in options or parameters.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("LBFGS needs a closure, which a server cannot call: use SGD or Adam")
@@ -226,10 +222,6 @@ class AsynchronousLeaderSGD(ServedModel, servers.AsynchronousLeaderSGD):
         optimizer: takes the local steps.
         options: of :class:`hvd_compress.systems.rounds.LeaderSGD`; periods are steps per worker.
         worker_timeout: seconds after which the others go on without a silent worker.
-
-    Raises:
-        ConfigError: an option has a value that cannot be honoured.
-        MismatchError: the ranks differ in options or parameters.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> hvd.AsynchronousLeaderSGD(model, torch.optim.SGD(model.parameters(), lr=0.1))

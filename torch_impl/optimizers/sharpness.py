@@ -36,9 +36,6 @@ class SAM:
         average: ``hvd.allreduce`` for the same eps on all ranks, at the cost of another dense
             gradient.  It is called with a tensor and its ``name``.
 
-    Raises:
-        ConfigError: an option makes no sense.
-
     Reference: Foret, Kleiner, Mobahi and Neyshabur, ICLR 2021, arXiv 2010.01412.
 
     >>> model = torch.nn.Linear(1, 1, bias=False)

@@ -37,9 +37,6 @@ def scaled_warmup(
         steps: that the warm-up takes; with a density that is warmed up, take as many for both.
         scaling: "linear" or "sqrt"; see ``hvd_compress.optimizers.rate_factor``.
 
-    Raises:
-        ConfigError: an option makes no sense.
-
     Reference: Goyal et al., 2017, arXiv 1706.02677.
     """
     check_optimizer(optimizer)

@@ -212,7 +212,6 @@ def compress_shards(
 
     Raises:
         ConfigError: an option has no such value, or the model is not sharded so.
-        MismatchError: the ranks differ in options or parameters.
         UnsupportedError: a method, a module or a device has no such exchange.
     """
     method = as_fixed(compression)

@@ -28,9 +28,6 @@ class FormulaOptimizer(torch.optim.Optimizer):
     Args:
         params: as for every optimizer; a group may have options of its own.
         options: those of the formula, in its order or by name.
-
-    Raises:
-        ConfigError: an option makes no sense.
     """
 
     formula: ClassVar[type[Formula]]

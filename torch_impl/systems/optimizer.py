@@ -364,7 +364,6 @@ def train_locally(
         make_engine: of a process set, ``None`` for all ranks.
 
     Raises:
-        ConfigError: an option has a value that cannot be honoured.
         MismatchError: the ranks differ in method or options.
     """
     from hvd_compress.systems import Coordinator

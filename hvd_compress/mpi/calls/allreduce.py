@@ -20,32 +20,24 @@ def allreduce(
     comm: Comm = None,
     chunk: int = CHUNK,
 ) -> Any:
-    """Reduce an array over all ranks; every rank gets the same bits, except that NaNs may differ in
-    theirs where MPI's own allreduce adds up.
+    """Reduce an array over all ranks, which get the same bits; only NaNs may differ in theirs where
+    MPI's own allreduce adds up.
 
     Args:
-        x: a NumPy array, a torch tensor, or a GPU array with DLPack, of the same shape on all
-            ranks; float16, bfloat16, float32, float64 or integers.  Half precisions
-            are added in float32 and rounded once.  No gradient passes: a tensor that autograd has
-            computed is refused, and of a parameter the numbers are taken.
+        x: a NumPy array, a torch tensor, or a GPU array with DLPack, of one shape; float16,
+            bfloat16, float32, float64 or integers.  Half precisions are added in float32 and
+            rounded once.  No gradient passes: what autograd has computed is refused.
         op: "sum", "mean" (floats only) or "max" (NaN counts as largest).
         algorithm: "ring", "halving_doubling", "recursive_doubling", "direct", "mpi" (MPI's own), or
-            "auto": the one that a model measured on this communicator expects to be fastest, see
-            :class:`.CostModel`.
-        out: the array for the result, of the shape and dtype of ``x``; ``out=x`` works in place,
-            and ``None`` makes a new array.
+            "auto": the one that the measured :class:`.CostModel` expects to be fastest.
+        out: the array for the result, of the shape and dtype of ``x``, which it may be; ``None``
+            makes a new one.
         comm: an ``MPI.Comm`` or a :class:`Communicator`; ``None`` for all ranks.
         chunk: the bytes of a message.  The array is sent in blocks, so that one is added while
             others are on the wire.  This takes a few chunks of memory in addition to the result.
 
     Returns:
         ``out``, or a new array of the kind of ``x``.
-
-    Raises:
-        UnsupportedError: a dtype that cannot be reduced, or a tensor with a gradient function.
-        MismatchError: ranks differ in shape, dtype or options (found by the first calls' check).
-        ConfigError: an option makes no sense.
-        CollectiveTimeout: a rank does not answer.
 
     >>> allreduce(np.array([1.0, 2.0]), op="mean", comm=MPI.COMM_SELF)
     array([1., 2.])

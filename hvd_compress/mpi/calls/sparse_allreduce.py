@@ -39,8 +39,6 @@ def sparse_allgather(
             about log2(n / k) + 1.5 bits each.
 
     Raises:
-        ConfigError, UnsupportedError: an option or an array that does not fit.
-        MismatchError: ranks differ in n, dtype or options.
         PayloadError: a message was damaged on its way.
     """
     communicator = Communicator.of(comm)
@@ -81,8 +79,6 @@ def sparse_allreduce(
     float16 is added in float32 and rounded once.
 
     Raises:
-        ConfigError, UnsupportedError: an option or an array that does not fit.
-        MismatchError: ranks differ in n, dtype or options.
         PayloadError: a message was damaged on its way.
     """
 

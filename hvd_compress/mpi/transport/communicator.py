@@ -58,42 +58,25 @@ _OPTIONS = "options of a communicator"
 
 
 class Communicator:
-    """The communicator that every collective of this package runs on.
+    """The communicator that collectives run on, for other limits than those of the environment::
 
-    Functions take an ``MPI.Comm`` as well, and make a ``Communicator`` for it at their first call,
-    which is therefore collective; :meth:`of` does this.
+        allreduce(x, comm=Communicator(timeout=60))
+
+    Functions that take an ``MPI.Comm`` make one at their first call, which is a collective.
 
     Args:
-        comm: an intracommunicator; ``None`` means ``MPI.COMM_WORLD``.  It is duplicated, so that
-            no message of this package is taken for one of the caller's.  The duplicate is freed by
-            :meth:`free`, or after all ranks have dropped this object, when the next one is made.
-        timeout: seconds without any progress after which a call raises ``CollectiveTimeout``;
-            ``$HVD_COMPRESS_TIMEOUT`` or 600.  A warning comes after a tenth of it.
-        checks: the number of calls, from the first on, that all ranks compare before they run them.
-            A difference in order, shape, dtype or option then raises an error on every rank instead
-            of a hang.  ``$HVD_COMPRESS_CHECKS`` or 20, -1 for always.
-        segment: the bytes of the pieces that longer messages are sent in, 0 for whole messages;
-            ``$HVD_COMPRESS_SEGMENT``.  By default 60 KiB between hosts that have Ethernet only,
-            where pieces that need no handshake keep the link busy.  Messages within a host and over
-            RDMA are sent whole.
-
-    Raises:
-        SetupError: MPI was initialised without support for threads.
+        comm: an intracommunicator; ``None``: ``MPI.COMM_WORLD``.  Its duplicate is freed by
+            :meth:`free`, or when the next one is made, after all ranks have dropped this object.
+        timeout: seconds without progress until ``CollectiveTimeout``, and a tenth of them until a
+            warning; ``$HVD_COMPRESS_TIMEOUT`` or 600.
+        checks: number of first calls that ranks compare, so that a difference is an error instead
+            of a hang; ``$HVD_COMPRESS_CHECKS`` or 20, -1 for always.
+        segment: bytes of the pieces of long messages, 0 for whole ones; ``$HVD_COMPRESS_SEGMENT``,
+            or 60 KiB between hosts that have Ethernet only.
 
     Attributes:
-        rank, size: the rank of this process, and the number of processes.
-        peers: all other ranks.  Each rank's list starts elsewhere, so that not all of them send to
-            the same one at once.
-        members: its ranks as messages name them.
-        mpi: the duplicate, an ``MPI.Comm``.
-        tags: the number of tags that are used in turn, one for each algorithm in flight.
-        cost_model: the :class:`.CostModel` by which "auto" chooses; ``None`` until it is measured.
-            Duplicates have the same.
-        choices: by kind of array, the algorithm, and whether it goes without much around it, see
-            :func:`.allreduce`.
-        under_way: the jobs that are not over: MPI writes to their buffers, even if nobody waits.
-        entries: the most entries of a rank in the last sparse allreduce by "auto", by its form.
-        bytes_sent: payload of all messages that this rank sent through this package so far.
+        bytes_sent: of all messages of this rank so far.
+        peers: all other ranks; each rank begins with another, so that not all send to the same.
 
     >>> comm = Communicator(MPI.COMM_SELF, timeout=60)
     >>> comm.size, allreduce(np.ones(2), comm=comm)

@@ -53,9 +53,6 @@ def measure(comm: MPI.Comm | Communicator | None = None, *, repeats: int = 5) ->
     Args:
         comm: the communicator; ``None`` for all ranks.
         repeats: how often each call is timed, or a multiple of it; medians count.
-
-    Raises:
-        CollectiveTimeout: a rank does not answer.
     """
     comm = Communicator.of(comm)
     if comm.size == 1:

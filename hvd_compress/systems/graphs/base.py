@@ -76,9 +76,6 @@ class l1(Proximal, name="l1"):
     Args:
         weight: 0 or more.
 
-    Raises:
-        ConfigError: an option makes no sense.
-
     >>> l1(weight=1.0)(np.array([-2.0, 0.05, 1.0]), eta=0.1)
     array([-1.9,  0. ,  0.9])
     """

@@ -47,7 +47,6 @@ class Topology(Configurable, abc.ABC, kind="graph"):
     float64.
 
     Raises:
-        ConfigError: an option makes no sense.
         SetupError: networkx, which makes the graphs, is not installed.
 
     >>> import dataclasses

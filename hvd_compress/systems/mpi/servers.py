@@ -272,13 +272,7 @@ class ParameterServer(Serving):
         seed: of random numbers of compressions.
         momentum, nesterov: for compressions that take momentum over; ``optimizer`` has none then.
         comm: the ranks; ``None`` for all.
-        rules: ``mode``, ``backup``, ``compression``: see
-            :class:`hvd_compress.systems.servers.Rules`.
-
-    Raises:
-        ConfigError: an option has a value that cannot be honoured.
-        MismatchError: the ranks differ in options or in the shapes of their parameters.
-        UnsupportedError: a parameter is neither float32 nor float64.
+        rules: ``mode``, ``backup``, ``compression``: see :class:`.Rules`.
 
     >>> ParameterServer({"w": np.ones(2)}, comm=MPI.COMM_SELF)
     Traceback (most recent call last):

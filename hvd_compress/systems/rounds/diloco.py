@@ -27,22 +27,18 @@ class DiLoCo(Rounds, name="diloco"):
 
         d = mean of (x0 - x_i) over the ranks;  x0 = outer(x0, d);  x_i = x0 + mix (x_i - x0)
 
-    State: ``anchor`` x0 and ``velocity``, the same on all ranks.  Sent: x0 - x_i, through the
-    compression.  Sparse methods make weights grow without end in long runs, unless there is less
-    momentum: :class:`~hvd_compress.NeedsTuning` warns.  :class:`SparseLoCo` has no momentum.
+    State: ``anchor`` x0 and ``velocity``, the same on all ranks.  Sparse methods make weights grow
+    without end in long runs, unless momentum is less: :class:`~hvd_compress.NeedsTuning` warns.
 
     Args:
         outer: SGD with Nesterov momentum; see :class:`~hvd_compress.optimizers.outer.OuterSGD`.
         sync_every: H, the number of local steps between two exchanges of the same parameter.
-        fragments: F parts of the model, each exchanged every H steps, in turn (Streaming DiLoCo); H
-            is a multiple of F.
+        fragments: F parts of the model, exchanged in turn (Streaming DiLoCo); H is a multiple of F.
         delay: the number of local steps during which an exchange travels; less than H / F.
         mix: the share of a rank's own parameters in those that it goes on with, from 0 to 1.
-        compression: of differences, for instance "linear".
-        buffers: the local optimizer's state at an exchange: "keep", "average" or "reset".
+        compression, buffers: see :class:`LocalSGD`.
 
-    Reference: Douillard et al., 2023 and 2025 (streaming; fragments here are neighbouring
-    parameters).
+    Reference: Douillard et al., 2023, 2025 (streaming; fragments here are neighbouring parameters).
 
     >>> DiLoCo(sync_every=100, compression="linear").outer
     OuterSGD(lr=0.7, momentum=0.9, nesterov=True)

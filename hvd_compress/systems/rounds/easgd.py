@@ -39,20 +39,18 @@ class EASGD(TrainingMethod, name="easgd"):
         x_i = x_i - alpha (x_i - c), and the local step from the gradient at the old x_i
         c = (1 - beta) c + beta mean of x_i over the ranks
 
-    State: ``centre`` c, the same on all ranks, which is tested.  Sent: x_i - c, through the
-    compression.  With NaN or Inf on a rank, the exchange is lost with a warning, and that rank goes
-    on from c.
+    State: ``centre`` c, the same on all ranks, which is tested.  With NaN or Inf on a rank, the
+    exchange is lost with a warning, and that rank goes on from c.
 
     Args:
         sync_every: tau, the number of local steps between exchanges.
         beta: how far the centre moves to the average, from 0 to 1.
         alpha: how far a rank moves to the centre, from 0 to 1; ``None`` for beta / P with P ranks.
-        compression: of differences, for instance "topk:density=0.01".
+        compression: of x_i - c, for instance "topk:density=0.01".
 
     Reference: Zhang, Choromanska, LeCun, NeurIPS 2015; here every rank keeps the centre.
 
-    >>> from hvd_compress.systems import Ranks, rounds
-    >>> ranks = Ranks(rounds.EASGD(sync_every=2, beta=0.5), size=2)
+    >>> ranks = Ranks(EASGD(sync_every=2, beta=0.5), size=2)
     >>> x = ranks.after_step(ranks.before_step([{"w": np.ones(1)}, {"w": np.ones(1)}]))
     >>> ranks.before_step([{"w": np.zeros(1)}, {"w": np.ones(1)}])[0]["w"]  # a quarter of the way
     array([0.25])

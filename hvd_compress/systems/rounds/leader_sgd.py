@@ -60,19 +60,17 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     Every ``local_every`` steps leaders are chosen by their mean losses, and l = ``local_pull``.  In
     between l = ``local_drift`` / ``local_every``, to the last leader.  The same holds for g.
 
-    State: ``leader`` z and ``group_leader`` z_j, but not on the leaders.  Sent: 32 bytes per rank
-    and choice, and then the parameters of the leaders alone.
+    State: ``leader`` z and ``group_leader`` z_j, but not on the leaders.
 
     Args:
         global_every, local_every: the periods in steps; the first is a multiple of the second.
         global_pull, local_pull, global_drift, local_drift: shares of the distance, from 0 to 1.
-        groups: lists of ranks, or the number of ranks of a group; ``None``: the ranks of each node.
-        average_over: the number of minibatches whose mean loss counts; ``None``: ``local_every``.
+        groups: lists of ranks, or their size; ``None``: the ranks of each node.
+        average_over: number of minibatches whose mean loss counts; ``None``: ``local_every``.
 
     Reference: Teng et al., NeurIPS 2019.
 
-    >>> from hvd_compress.systems import Ranks, rounds
-    >>> ranks = Ranks(rounds.LeaderSGD(global_every=1, local_every=1, local_pull=0), size=2)
+    >>> ranks = Ranks(LeaderSGD(global_every=1, local_every=1, local_pull=0), size=2)
     >>> ranks.before_step([{"w": np.zeros(1)}, {"w": np.ones(1)}], losses=[0.5, 0.2])[0]["w"]
     array([0.1])
     """

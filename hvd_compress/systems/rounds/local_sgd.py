@@ -22,21 +22,18 @@ class LocalSGD(Rounds, name="local_sgd"):
         x_i = mean of x_j over the ranks
         x_i = x0 = x0 - mean of C(x0 - x_j) over the ranks
 
-    State: ``anchor`` x0, with compression only.  If the ranks' data differ and H > 1, the fixed
-    point is not that of synchronous SGD.  Without compression NaN or Inf on a rank reaches all
-    ranks.
+    State: ``anchor`` x0, with compression only; without it NaN or Inf on a rank reaches all.
 
     Args:
         sync_every: H, the number of local steps between exchanges.
         start: exchange after every step until this one: post-local SGD.  0 for never.
         compression: of differences, for instance "topk:density=0.01".
-        buffers: the local optimizer's momentum at an exchange: "keep" each rank's own, "average" it
-            too, which sends as many bytes again, uncompressed, or "reset" it.
+        buffers: the local optimizer's state at an exchange: "keep" each rank's own, "average" its
+            momentum too, which sends as many bytes again, uncompressed, or "reset" it.
 
     Reference: Stich, ICLR 2019; Lin et al., ICLR 2020; Basu et al., NeurIPS 2019 (compression).
 
-    >>> from hvd_compress.systems import Ranks, rounds
-    >>> ranks = Ranks(rounds.LocalSGD(sync_every=1), size=2)
+    >>> ranks = Ranks(LocalSGD(sync_every=1), size=2)
     >>> x = ranks.before_step([{"w": np.array([1.0])}, {"w": np.array([3.0])}])
     >>> ranks.after_step(x)[0]["w"]
     array([2.])

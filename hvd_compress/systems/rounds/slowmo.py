@@ -23,20 +23,17 @@ class SlowMo(Rounds, name="slowmo"):
 
         u = beta u + (x0 - mean of x_i) / gamma;  x_i = x0 = x0 - alpha gamma u
 
-    State: ``anchor`` x0 and ``slow_momentum`` u, the same on all ranks.  Sent: x0 - x_i, through
-    the compression, every H steps.
+    State: ``anchor`` x0 and ``slow_momentum`` u, the same on all ranks.
 
     Args:
         sync_every: H, the number of local steps between exchanges.
         momentum: beta, from 0 to 1.
         lr: alpha, 0 or more.
-        compression: of differences, for instance "topk:density=0.01".
-        buffers: the local optimizer's momentum at an exchange: "keep", "average" or "reset".
+        compression, buffers: see :class:`LocalSGD`.
 
     Reference: Wang et al., ICLR 2020.
 
-    >>> from hvd_compress.systems import Ranks, rounds
-    >>> ranks = Ranks(rounds.SlowMo(sync_every=1, momentum=0.5), size=2)
+    >>> ranks = Ranks(SlowMo(sync_every=1, momentum=0.5), size=2)
     >>> x = ranks.before_step([{"w": np.zeros(1)}, {"w": np.zeros(1)}], rates={"w": 0.1})
     >>> ranks.after_step([{"w": x[0]["w"] - 1}, {"w": x[1]["w"] - 3}])[0]["w"]
     array([-2.])

@@ -19,11 +19,11 @@ from hvd_compress.transforms import momentum_feedback
 
 @dataclasses.dataclass(frozen=True)
 class SparseLoCo(Rounds, name="sparse_loco"):
-    """Take local steps, then send the largest elements of the change, and keep the rest for later::
+    """Take local steps, send the largest changes, keep the rest (Sarfi et al., arXiv 2508.15706)::
 
         method=hvd.SparseLoCo(sync_every=100, density=0.03)
 
-    After H = ``sync_every`` local steps of any optimizer::
+    After H local steps of any optimizer::
 
         e_i = decay e_i + (x0 - x_i);  d_i = the largest elements of e_i;  e_i = e_i - d_i
         x0  = x0 - lr (mean of d_i over the ranks)
@@ -32,18 +32,13 @@ class SparseLoCo(Rounds, name="sparse_loco"):
 
     Args:
         sync_every: H, the number of local steps between two exchanges.
-        density: fraction of elements to send, in (0, 1], or a schedule.
+        density: fraction of a tensor to send, in (0, 1], or a schedule; the paper's is per chunk.
         decay: of the elements that wait, in [0, 1).
         lr: the rate of the outer step; without momentum it has to be larger than DiLoCo's.
-        values: how elements are sent: "float32", "float16", "4bit" or a codec; the paper has 2
-            bits.
-        buffers: the local optimizer's state at an exchange: "keep", "average" or "reset".
+        values: "float32", "float16", "4bit" or a codec; the paper has 2 bits.
+        buffers: see :class:`LocalSGD`.
 
-    Reference: Sarfi et al., arXiv 2508.15706; here the largest are chosen per tensor, not per
-    chunk.
-
-    >>> from hvd_compress.systems import Ranks, rounds
-    >>> ranks = Ranks(rounds.SparseLoCo(sync_every=1, density=0.5, values="float32"), size=1)
+    >>> ranks = Ranks(SparseLoCo(sync_every=1, density=0.5, values="float32"), size=1)
     >>> x = ranks.before_step([{"w": np.zeros(2)}])
     >>> ranks.after_step([{"w": np.array([-2.0, -0.5])}])[0]["w"]  # 0 - 2 * 2; 0.5 waits
     array([-4.,  0.])

@@ -46,9 +46,6 @@ class SGD(Formula):
         lr: the learning rate where the worker sends none.
         momentum, nesterov, weight_decay: as there; 0 for none.
 
-    Raises:
-        ConfigError: an option makes no sense.
-
     >>> from hvd_compress.optimizers import Now
     >>> SGD(lr=0.5).step(np.array([1.0]), np.array([0.2]), {}, Now(step=1))
     (array([0.9]), {})
@@ -79,9 +76,6 @@ class Adam(adam.AdamFormula):
     Args:
         lr: the learning rate where the worker sends none.
         betas, eps, weight_decay: as there; the decay is added to the gradient.
-
-    Raises:
-        ConfigError: an option makes no sense.
 
     >>> from hvd_compress.optimizers import Now
     >>> w, state = Adam(lr=0.5).step(np.array([1.0]), np.array([0.2]), {}, Now(step=1))

@@ -31,31 +31,20 @@ from hvd_compress.systems.teachers.sampling import CoordinatedSampler
 
 
 class Codistiller:
-    """Runs codistillation on this rank, over an engine.  A subclass knows the model, if models are
-    sent: :meth:`arrays`, and :meth:`changing` where some of them are frozen.
-
-    A training loop calls it in every step, with its task loss and outputs z at hand::
+    """Runs codistillation on this rank, over an engine, in every step of a loop::
 
         codistiller.next_step()
-        outputs = codistiller.predictions(z, [x])            # exchange="predictions"
-        teachers = codistiller.checkpoints()                 # exchange="checkpoints"
-        outputs = codistiller.usable([predict(theta_j, x) for theta_j in teachers])
+        outputs = codistiller.predictions(z, [x])  # z: this model's outputs of the batch x
         if outputs and codistiller.weight:
             loss = loss + codistiller.weight * distance(z, target(view, outputs))
 
-    Steps with an exchange are collectives; all ranks take equally many steps.
+    With ``exchange="checkpoints"`` outputs are ``usable([predict(theta, x) for theta in
+    checkpoints()])``, and a subclass knows the model: :meth:`arrays`, :meth:`changing`.
 
     Args:
         method: the options.
         engine: carries the exchanges, for instance :class:`hvd_compress.mpi.MpiEngine`.
         like: an array of the kind in which ranks compare what must be equal; ``None`` for NumPy's.
-
-    Raises:
-        ConfigError: the groups do not fit the number of ranks.
-
-    Attributes:
-        method: the options.
-        owner: has the step, the teachers and the exchanges.
 
     >>> from hvd_compress.engines.local import LocalEngine
     >>> codistiller = Codistiller(Codistillation(exchange="predictions"), LocalEngine())

@@ -47,9 +47,6 @@ class Ramp(Weight, name="ramp"):
         to: the weight in the end, 0 or more.
         steps: the number of steps of the rise.
 
-    Raises:
-        ConfigError: an option makes no sense.
-
     >>> [Ramp(to=1.0, steps=4).at(step, burn_in=10) for step in (11, 12, 14, 20)]
     [0.25, 0.5, 1.0, 1.0]
     """
@@ -82,9 +79,6 @@ class Decay(Weight, name="decay"):
         start, factor: 0 or more.
         at_steps: numbers of steps, from 1; none for a weight that stays.
 
-    Raises:
-        ConfigError: an option makes no sense.
-
     >>> weight = Decay(start=1.0, factor=0.5, at_steps=(10, 20))
     >>> [weight.at(step, burn_in=0) for step in (10, 11, 21)]
     [1.0, 0.5, 0.25]
@@ -113,9 +107,6 @@ class WeightDecay(Configurable, kind="weight decay", name="weight_decay"):
         values: one more than there are ``at_steps``, each 0 or more.
         at_steps: numbers of steps, from 1, ascending, such as those at which the learning rate
             drops.
-
-    Raises:
-        ConfigError: an option makes no sense.
 
     >>> decay = WeightDecay(at_steps=(3000, 6000))
     >>> [decay.at(step) for step in (3000, 3001, 6001)]
@@ -166,25 +157,20 @@ class Codistillation(Configurable, kind="codistillation", name="codistillation")
 
         loss_i = task loss_i + alpha D(F(x; theta_i), mean of F(x; theta_j) over the others j)
 
-    "checkpoints" sends models to each other every T = ``every`` steps; a rank predicts with the
-    last ones that it got, on its own batch.  "predictions" sends predictions on the batch that all
-    ranks have.  Teachers with NaN or Inf are left out of the mean.
-
     Args:
-        exchange: "checkpoints" or "predictions".
-        every: T; ``None`` for 50 with checkpoints and 1 with predictions.
+        exchange: "checkpoints" sends models, which predict on a rank's own batch; "predictions"
+            sends those on the batch that all ranks have.  NaN or Inf is left out of the mean.
+        every: T steps between exchanges; ``None``: 50 with checkpoints, 1 with predictions.
         burn_in: the number of first steps without distillation.
         weight: alpha, a number or a schedule: :class:`Ramp` or :class:`Decay`.
         loss: D, "cross_entropy", "kl", "reverse_kl" or "mse".
-        groups: lists of ranks, or their size; a group trains one model.  ``None``: a model per
-            rank.
+        groups: lists of ranks, or their size; a group trains one model.  ``None``: one per rank.
         values: "float16" to send floats in 16 bits; ``None`` for their own dtype.
         delay: the number of steps that checkpoints may travel, less than T.
         weight_decay: a :class:`WeightDecay`, of the optimizers; ``None`` to leave theirs alone.
 
-    Reference: Anil et al., ICLR 2018; Sodhani et al., 2020.  A T, 16 bits and a ramp are ours.
+    Reference: Anil et al., ICLR 2018; Sodhani et al., 2020.
 
-    >>> from hvd_compress.systems.teachers import Codistillation
     >>> method = Codistillation(every=50, burn_in=100, weight=0.5)
     >>> [(step, method.is_due(step), method.weight_at(step)) for step in (100, 101, 102, 151)]
     [(100, False, 0.0), (101, True, 0.5), (102, False, 0.5), (151, True, 0.5)]
