@@ -2,14 +2,11 @@
 
 A compressor never talks to a network.  ``Compressor.exchange(gradient, state, context)`` is a
 generator of *requests* (:mod:`hvd_compress.requests`).  An engine carries each of them out over all
-ranks and sends the *reply* back in.  At the end the generator returns an :class:`Outcome`::
+ranks, which yield the same kinds in the same order, and sends the *reply* back in::
 
     def exchange(self, gradient, state, context):
         total = yield Sum(gradient)
         return Outcome(mean=total / context.size, sent=gradient, state=state)
-
-All ranks run the same generator for the same tensor, so they yield the same kinds of request in
-the same order.
 
 The laws that every method obeys (checked by :func:`hvd_compress.testing.check_laws`):
 
@@ -22,8 +19,8 @@ The laws that every method obeys (checked by :func:`hvd_compress.testing.check_l
 * a block that claims to be ``homogeneous`` doubles its result if the gradient is doubled;
 * a single rank, zeros, empty and one-element tensors work.
 
-State is passed in and returned: a dict of arrays that belongs to one tensor on one rank.  After
-a successful exchange the old dict must not be used any more.
+State is a dict of arrays that belongs to one tensor on one rank.  After a successful exchange the
+old dict must not be used any more.
 """
 
 from __future__ import annotations

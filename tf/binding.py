@@ -38,14 +38,12 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
 class Binding(BindingState):
-    """A method with its state for some variables, as ``hvd.bind`` and ``optimizer.compression``
-    return it::
+    """A method with its state for some variables, from ``hvd.bind`` or ``optimizer.compression``::
 
         binding = hvd.bind(hvd.TopK(density=0.01), model.trainable_variables)
         print(binding.stats().line())
 
-    ``tf.train.Checkpoint(model=model, compression=binding)`` saves and restores it; see
-    :mod:`.saved_state`.
+    ``tf.train.Checkpoint(model=model, compression=binding)`` saves and restores it.
 
     Args:
         runtime: carries the exchanges.

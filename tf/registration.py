@@ -116,8 +116,6 @@ def wrap_optimizer(
             sgd = keras.optimizers.SGD(0.1)
             optimizer = hvd.DistributedOptimizer(sgd, compression=hvd.TopK(density=0.01))
 
-        With ``method=hvd.LocalSGD(sync_every=8)`` it trains by that method instead.
-
         Args:
             optimizer: of Keras 3, or of tf_keras.
             compression: a method such as ``hvd.DGC``, an instance, its name, or a text such as
@@ -129,12 +127,11 @@ def wrap_optimizer(
             gradient_predivide_factor: divide by it before adding and by the rest afterwards.
             device_dense, device_sparse: where exchanges are computed, as for ``tf.device``.
             seed: for randomness that the ranks share.
-            method: a training method, for Keras 3, which sends no gradients and takes no options of
-                these.
+            method: a training method, such as ``hvd.LocalSGD(sync_every=8)``, instead; Keras 3.
 
         Raises:
-            MismatchError: the ranks differ in method, options or variables; mostly in the first
-                step, where TensorFlow shows it inside of an error of its own.
+            MismatchError: ranks differ in method, options or variables; mostly in the first step,
+                where TensorFlow shows it inside of an error of its own.
         """
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("method") is not None:

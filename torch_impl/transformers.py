@@ -39,9 +39,8 @@ _PLACES = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
 
 class CompressedGradients:
     """The part that :class:`CompressedTrainer` adds to ``Trainer``, for trainers of your own or of
-    another library.
+    another library: ``class Mine(CompressedGradients, SFTTrainer)``.
 
-    Put it before the trainer that you derive from: ``class Mine(CompressedGradients, SFTTrainer)``.
     The folder of a checkpoint has the state in a file of its own, "hvd_compress.pt".  Schedules by
     epoch follow Trainer's epochs.
 
@@ -52,8 +51,7 @@ class CompressedGradients:
 
     Raises:
         SetupError: this version of Transformers saves its checkpoints in another way.
-        ConfigError: from ``train``: those of ``DDPState``; or a method with residuals and
-            ``fp16=True``, whose loss scale changes.
+        ConfigError: ``fp16=True`` and a method with residuals; its loss scale changes.
 
     >>> import tempfile, transformers
     >>> class Mine(CompressedGradients, transformers.Trainer):

@@ -43,8 +43,6 @@ class DGC(OfVelocities, name="dgc"):
         min_size: tensors with fewer elements are averaged whole, too.
         small: their form: "float32", "float16", "int8", or "sparse" like all others.
 
-
-
     >>> world = World(DGC(density=0.25, momentum=0.9, min_size=1), size=2)
     >>> world.exchange([np.array([[4.0, 1.0, 0.0, 2.0]]), np.array([[1.0, 0.0, 6.0, 3.0]])])[0].mean
     array([[2., 0., 3., 0.]])

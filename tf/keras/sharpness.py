@@ -23,17 +23,14 @@ class SAM:
         loss, gradients = sam.gradient(lambda: loss_fn(y, model(x, training=True)), variables)
         optimizer.apply(gradients, variables)
 
-    The same lines in the ``train_step`` of a model serve ``fit``.  The first gradient stays on this
-    rank and gives eps; ``apply`` exchanges the second one alone.  Weights return to what they were,
-    bit for bit.  See :class:`hvd_compress.torch.SAM`.  Here both passes update statistics of batch
-    normalisation, unless they are listed in ``statistics``.
+    See :class:`hvd_compress.torch.SAM`; the same lines in the ``train_step`` of a model serve
+    ``fit``.  Here both passes update statistics of batch normalisation, unless they are listed in
+    ``statistics``.
 
     Args:
         rho: radius of the ball in which the worst weights are looked for, 0 or more.
         average: ``hvd_compress.tensorflow.allreduce`` for the same eps on all ranks, at the cost of
             another dense gradient.  That of Horovod's Keras module takes no symbols.
-
-    Reference: Foret, Kleiner, Mobahi and Neyshabur, ICLR 2021, arXiv 2010.01412.
 
     >>> w = keras.Variable(1.0)
     >>> loss, [gradient] = hvd.SAM(rho=0.5).gradient(lambda: tf.square(w.value), [w])

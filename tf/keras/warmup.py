@@ -19,9 +19,8 @@ class ScaledWarmup(keras.optimizers.schedules.LearningRateSchedule):
         )
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate, momentum=0.9))
 
-    It goes before any schedule; steps of ``PiecewiseConstantDecay`` count from the first step, as
-    in the paper.  Keras's SGD has the rate inside of the velocity, so a rate that rises lags behind
-    by about 1 / (1 - m) steps.
+    It goes before any schedule, whose steps count from the first one.  Keras's SGD has the rate
+    inside of the velocity, so a rate that rises lags by about 1 / (1 - m) steps.
 
     Args:
         learning_rate: that suits ``reference_batch_size``; a number or a schedule.

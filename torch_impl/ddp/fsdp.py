@@ -347,16 +347,16 @@ def compress_replicas(
     nesterov: bool = False,
     seed: int = 0,
 ) -> ReplicaExchange:
-    """Average gradients between the replicas of a model that ``fully_shard`` (FSDP2) has sharded,
-    by a compression method.  A collective of all ranks, before the first step.
-
-    The shards of the first replica are copied to the others.  Each parameter's shard is one tensor
-    for the method, of the shape that it has on this rank; its name is the parameter's::
+    """Average gradients between replicas of a model that ``fully_shard`` (FSDP2) has sharded, by
+    a compression method.  A collective of all ranks, before the first step::
 
         names = ("replica", "shard")
         mesh = init_device_mesh("cuda", (nodes, gpus_of_a_node), mesh_dim_names=names)
         fully_shard(model, mesh=mesh["shard"])
         exchange = hvd.compress_replicas(model, mesh["replica"], "topk:density=0.01")
+
+    The shards of the first replica are copied to the others.  Each parameter's shard is one tensor
+    for the method, of the shape that it has on this rank; its name is the parameter's.
 
     Args:
         model: sharded over the shard dimension alone, ``fully_shard(layer, mesh=mesh["shard"])``.
@@ -367,8 +367,6 @@ def compress_replicas(
         seed: for randomness that the ranks share.
 
     Raises:
-        ConfigError: the model is not sharded so, there is one replica only, or the method takes
-            momentum over, and none was named.
         UnsupportedError: the model is in ``FullyShardedDataParallel`` (FSDP1), or parameters of one
             module are on several meshes.
     """

@@ -92,38 +92,22 @@ class DDPState(Controls):
         state = hvd.DDPState(hvd.TopK(density=0.01), model)
         model.register_comm_hook(state, hvd.ddp_hook)
 
-    Made before the model and the process group, it takes those of the first gradients.  Unused, it
-    warns at the first look at statistics or state, and at the end.
-
     Args:
         compression: a method, its class, its name, or a text such as "dgc:density=0.01".
-        model: its parameters' names appear in statistics, checkpoints and rules; without it they
-            are "parameter.0" and so on.
+        model: gives names to statistics and checkpoints; ``None``: that of the first gradients.
         process_group: the ranks to average over; by default those of ``model``.
-        momentum, nesterov: for methods that take momentum over (DGC), instead of the optimizer's,
-            which a hook cannot switch off; 0.0 for none.
+        momentum, nesterov: for methods that take momentum over (DGC), instead of the optimizer's;
+            0.0 for none.
         seed: for randomness that the ranks share.
         residuals: in a consolidated :meth:`state_dict`: their "mean", or all "ranks'" on rank 0.
-            As many ranks go on from "ranks" with the same bits.
-        nodes: "auto" (torchrun's numbers, hosts' names), a number or a mesh (nodes, ranks).  Ranks
-            of a node average uncompressed and share the exchange, statistics and states of other
-            nodes, each 1/L of the elements.  All ranks pass it; ``None``: every rank exchanges
-            whole gradients.
+        nodes: "auto" (torchrun's numbers, hosts' names), a number or a mesh (nodes, ranks), for a
+            sum within each node, uncompressed, before the exchange.  ``None``: no nodes.
 
-    Raises:
-        ConfigError: an option does not fit the method, the model or the process group.
-        MismatchError: with ``nodes``, the ranks differ in method, options or parameters.
-
-    >>> torch.distributed.init_process_group(
-    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    ... )
-    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 10))
-    >>> state = hvd.DDPState(hvd.TopK(density=0.01), model)
-    >>> model.register_comm_hook(state, hvd.ddp_hook)
-    >>> model(torch.ones(1, 100)).sum().backward()
-    >>> sum(record.elements_sent for record in state.stats().layers.values())
-    11
-    >>> torch.distributed.destroy_process_group()
+    >>> hvd.DDPState(hvd.DGC)
+    Traceback (most recent call last):
+        ...
+    hvd_compress.errors.ConfigError: dgc corrects momentum, and a hook knows nothing of the
+    optimizer: write DDPState(DGC(momentum=0.9), ...) and give the optimizer momentum=0; ...
     """
 
     def __init__(

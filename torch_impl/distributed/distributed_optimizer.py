@@ -51,15 +51,11 @@ def wrap_factory(
         """Return an optimizer whose ``step()`` steps along compressed averages over all ranks::
 
             optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-                named_parameters=model.named_parameters(),
-                compression=hvd.DGC(density=0.01),
+                optimizer, model.named_parameters(), compression=hvd.DGC(density=0.01)
             )
 
-        With ``method=hvd.DiLoCo(sync_every=100)`` it trains by that method instead.  Its class is
-        made from that of ``optimizer``: it is a :class:`CompressedOptimizer`, or with ``method`` a
-        :class:`LocalStepsOptimizer`.  ``optimizer.compression.stats()`` counts its bytes, and
-        ``optimizer.consolidate_state_dict()`` goes before a checkpoint.
+        Its class is made from that of ``optimizer``: it is a :class:`CompressedOptimizer`, or with
+        ``method`` a :class:`LocalStepsOptimizer`.
 
         Args:
             optimizer: of any class of ``torch.optim`` but ``LBFGS``; methods that take momentum and
@@ -71,11 +67,10 @@ def wrap_factory(
             seed: for randomness that the ranks share.
             sparse_step: averages of top-k's elements are sparse gradients, so that
                 ``torch.optim.SGD`` writes no other elements of a parameter.
-            method: a training method, which sends no gradients and takes no options of these.
+            method: a training method, such as ``hvd.DiLoCo(sync_every=100)``, instead.
 
         Raises:
-            MismatchError: the ranks differ in method, options or parameters; mostly in the first
-                step.
+            MismatchError: ranks differ in method or options, mostly in the first step.
         """
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("method") is not None:

@@ -48,13 +48,10 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     """Return an optimizer whose ``step()`` steps along compressed averages over all ranks::
 
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            named_parameters=model.named_parameters(),
-            compression=hvd.DGC(density=0.01),
+            optimizer, model.named_parameters(), compression=hvd.DGC(density=0.01)
         )
 
-    With ``method=hvd.DiLoCo(sync_every=100)`` it trains by that method instead.  A collective:
-    every rank calls it, with the same options.  No ``compression`` sends gradients as they are.
+    A collective: every rank calls it, with the same options.
 
     Args:
         optimizer: over the model's parameters, of any class but LBFGS.
@@ -70,7 +67,7 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
         seed: for randomness that the ranks share.
         sparse_step: averages of top-k's elements are sparse gradients, so that ``torch.optim.SGD``
             writes no other elements of a parameter.
-        method: a training method, which sends no gradients and takes no options of these.
+        method: a training method, such as ``hvd.DiLoCo(sync_every=100)``, instead.
     """
     options = dict(locals())
     if process_set is global_process_set:

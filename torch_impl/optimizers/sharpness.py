@@ -26,24 +26,22 @@ class SAM:
             loss = sam.backward(lambda: criterion(model(x), y))
             optimizer.step()
 
-    ``backward`` evaluates the loss twice.  The first gradient gives eps = rho g / ||g||, and stays
-    on this rank: every rank looks at the sharpness of its own batch ("m-sharpness").  Only the
-    second one is exchanged, while backward goes on.  Weights return to what they were, bit for bit.
+    The loss is evaluated twice.  The first gradient, of this rank alone ("m-sharpness"), gives eps
+    = rho g / |g|; the second one is exchanged.  Weights return to what they were, bit for bit.
 
     Args:
         model: the module that is trained; batch normalisation has the statistics of the first pass.
         rho: radius of the ball in which the worst weights are looked for, 0 or more.
-        average: ``hvd.allreduce`` for the same eps on all ranks, at the cost of another dense
-            gradient.  It is called with a tensor and its ``name``.
+        average: ``hvd.allreduce``, called with a tensor and its ``name``, for the same eps on all
+            ranks, at the cost of another dense gradient.
 
     Reference: Foret, Kleiner, Mobahi and Neyshabur, ICLR 2021, arXiv 2010.01412.
 
     >>> model = torch.nn.Linear(1, 1, bias=False)
     >>> weight = torch.nn.init.ones_(model.weight)
-    >>> hvd.SAM(model, rho=0.5).backward(lambda: model.weight.square().sum()).item()
-    1.0
-    >>> weight.item(), weight.grad.item()  # the gradient is that at 1 + 0.5
-    (1.0, 3.0)
+    >>> loss = hvd.SAM(model, rho=0.5).backward(lambda: model.weight.square().sum())
+    >>> loss.item(), weight.item(), weight.grad.item()  # the gradient is that at 1 + 0.5
+    (1.0, 1.0, 3.0)
     """
 
     rho = option("rho")

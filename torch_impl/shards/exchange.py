@@ -176,43 +176,33 @@ def compress_shards(
     inside: Any = "linear",
     replicas: Any = None,
 ) -> ShardExchange:
-    """Compress the collectives of a model that ``fully_shard`` (FSDP2) divides among ranks: the
-    reduce-scatter of gradients, and if asked the all-gather of parameters.  A collective of all
-    ranks, after the last ``fully_shard`` and before the first step::
+    """Compress the collectives of a model that ``fully_shard`` (FSDP2) divides among ranks.
+
+    A collective of all ranks, after the last ``fully_shard`` and before the first step::
 
         for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
         exchange = hvd.compress_shards(model, "linear:bits=4")
 
-    A rank sends every other the code of its shard of the gradients, and adds up the codes that it
-    gets in float32.  So sums are rounded nowhere.  Errors of codes are fed back as in LoCo (Xie et
-    al., arXiv 2407.04480).
+    A rank sends every other the code of its shard of the gradients, and adds up in float32 what it
+    gets.  Errors of codes are fed back as in LoCo (Xie et al., arXiv 2407.04480).
 
     Args:
         model: sharded by ``fully_shard``, over one dimension of a mesh or with replicas (HSDP).
-        compression: of gradients: "linear" or "linear:bits=4" with 2 to 8 bits, "fp8", "bf16",
-            "fp16", or "none", as texts or as methods.  "bf16" sends 16 bits and still sums in
-            float32; "none" sends what FSDP2 reduces.
-        parameters: the same for parameters, of which the difference to what the others know is
-            sent: "linear", "linear:bits=4" or "fp8".  ``None``: PyTorch gathers them.  Each rank
-            keeps a copy of the whole model.
-        exempt: ``exempt(name, parameter)`` says which parameters are sent as they are.  ``None``:
-            those of one dimension, and embeddings.
-        residual: "int8" keeps errors of codes in 8 bits per element and a scale for 512; each rank
-            has those of the whole model.  ``None`` keeps nothing.
+        compression: of gradients: "linear" with 2 to 8 ``bits``, "fp8", "bf16", "fp16", or "none",
+            as texts or methods.  "none" sends what FSDP2 reduces.
+        parameters: of parameters, as the difference to what others know: "linear", "linear:bits=4"
+            or "fp8".  ``None``: PyTorch gathers them.  Each rank keeps a copy of the whole model.
+        exempt: ``exempt(name, parameter)`` says what is sent as it is; ``None``: parameters of one
+            dimension, and embeddings.
+        residual: "int8" keeps errors of the whole model in 8 bits per element, ``None`` nothing.
         beta: of LoCo, in [0, 1): the part of what waits that is not fed back in a step.
-        reset_every: the number of steps after which errors that wait are dropped; ``None``: never.
-        nodes: sums are made in two levels, inside nodes by ``inside`` and between nodes by
-            ``compression``.  "auto" finds the nodes by host names; a number is theirs.  ``None``:
-            all ranks are alike.
+        reset_every: the number of steps after which errors are dropped; ``None``: never.
+        nodes: sums are made by ``inside`` in nodes, then by ``compression`` between them: a number
+            of nodes, or "auto" for the host names.  ``None``: all ranks are alike.
         inside: see ``nodes``.
-        replicas: where ``compress_replicas`` averages between replicas, its mesh or group: a
-            checkpoint has the average of what waits over them.
-
-    Raises:
-        ConfigError: an option has no such value, or the model is not sharded so.
-        UnsupportedError: a method, a module or a device has no such exchange.
+        replicas: the mesh or group of ``compress_replicas``, over which checkpoints average errors.
     """
     method = as_fixed(compression)
     codec, wire = _coded(method, "compression")
