@@ -112,9 +112,6 @@ class Coding(Configurable, abc.ABC, kind="block"):
             messages: 1-D, uint8.
             like: an array of the size, dtype and device of the one that was encoded.
             ranks: the senders; by default message i is that of rank i.
-
-        Raises:
-            PayloadError: a message is damaged, or made with other options than this rank's.
         """
 
 
@@ -394,9 +391,6 @@ class Compressor(Configurable, abc.ABC, kind="method"):
     def decode(self, message: Array, like: Array, context: Context) -> Array:
         """Return what a message of :meth:`encode` holds, an array like ``like``; ``context`` is the
         sender's.
-
-        Raises:
-            PayloadError: the message is damaged, or made with other options.
         """
         raise UnsupportedError(f"{self.name} takes all ranks to know what is sent")
 

@@ -202,9 +202,6 @@ def from_config(config: Any) -> Any:
     Args:
         config: the dict, which may have been stored as JSON; lists and plain values stay such.
 
-    Raises:
-        ConfigError: it names nothing that there is, or an option is out of its range.
-
     >>> config = TopK(density=0.01).to_config()
     >>> config["method"], from_config(config) == TopK(density=0.01)
     ('topk', True)

@@ -155,9 +155,6 @@ def warmup_to(
         density: of the end, in (0, 1].
         steps, epochs: the length of the warm-up, one of the two; 0 for none.
 
-    Raises:
-        ConfigError: an option is out of its range, or there is not one length.
-
     >>> schedule = warmup_to(0.01, epochs=3)
     >>> [schedule(step=0, epoch=epoch) for epoch in range(5)]
     [0.25, 0.0625, 0.015625, 0.01, 0.01]

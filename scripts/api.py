@@ -184,8 +184,8 @@ from their docstrings. Names on no page may change in any release.
 
 Every call may raise these [errors](errors.md), which texts do not repeat: `ConfigError` or
 `UnsupportedError` for an option or an array that it cannot honour, `MismatchError` if ranks differ
-in options, shapes or dtypes, `SetupError` before `hvd.init()`, and `CollectiveTimeout` if a rank
-does not answer."""
+in options, shapes or dtypes, `PayloadError` for a damaged message, `SetupError` before
+`hvd.init()`, and `CollectiveTimeout` if a rank does not answer."""
 #: what users need of classes that they do not make themselves
 OF_RETURNED = {
     "Binding": {"epoch", "method", "report_at_exit", "reset_stats", "set_epoch", "stats", "step"},

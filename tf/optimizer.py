@@ -98,9 +98,6 @@ def distribute(
 
     Args: as Horovod's; ``runtime`` carries the exchanges; ``compression`` also takes this package's
         methods; ``shared`` are those of :class:`HorovodOptions`.
-
-    Raises:
-        ConfigError, UnsupportedError: options that do not go together.
     """
     method = as_ours(compression)
     options = HorovodOptions.checked(runtime.hvd, method, groups=groups or num_groups, **shared)

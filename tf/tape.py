@@ -70,9 +70,6 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
             variables: of TensorFlow or Keras, floats of any shape, in the order of the gradients.
             options: Horovod's, such as ``op`` and ``seed``; ``momentum`` and ``nesterov`` for
                 methods that take momentum over, which the optimizer must not apply again.
-
-        Raises:
-            ConfigError: there are no variables, or an option has a value that cannot be honoured.
         """
         if isinstance(compression, Binding):
             known = [slot.name for slot in compression.store.slots]
@@ -193,9 +190,6 @@ def wrap_tape(
                 what ``hvd.bind`` returned.  With Horovod's own, and with none unless
                 ``HVD_COMPRESSION`` names one, the tape is Horovod's.
             seed: for randomness that the ranks share.
-
-        Raises:
-            MismatchError: the ranks differ in method, options or variables.
         """
         call = bind_call(signature, args, kwargs, hvd, gather)
         check_compression(call.arguments["compression"])

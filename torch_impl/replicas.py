@@ -59,9 +59,6 @@ def group_of(replicas: Any) -> dist.ProcessGroup:
 def agree(terms: Terms, *groups: Any) -> None:
     """Compare terms over all ranks that process groups join, ``None`` being the default one.  All
     raise the error: ranks without it would wait for the others.
-
-    Raises:
-        MismatchError: ranks differ.
     """
     everyone = {dist.get_rank(): encode(terms)}
     for group in groups:

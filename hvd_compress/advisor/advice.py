@@ -176,9 +176,6 @@ def allowed(
         steps: of the training, with an optimizer.
         tolerance: in the units of the recipes; ``None``: theirs.
 
-    Raises:
-        ConfigError: ``accuracy`` is none of ``ACCURACIES``.
-
     >>> [candidate.row for candidate in allowed("exact")]
     ['none', 'fp16']
     """

@@ -26,9 +26,6 @@ class Network:
         inner_bandwidth: bits per second between ranks of one host.
         inner_latency: seconds of a round between ranks of one host.
 
-    Raises:
-        ConfigError: an option makes no sense, or the hosts have not as many ranks each.
-
     >>> network = Network(ranks=4, bandwidth=10e9, latency=0.0)
     >>> network.seconds("sum", nbytes=100e6)  # 2 * 3/4 of 100 MB by the line of each
     0.12

@@ -111,9 +111,6 @@ def decode_coded(
     one of the sender's was not finite.  ``count`` is ``None`` if only the sender knows it; ``row``
     values have one index.  Values are written to ``out`` (1-D, contiguous, of ``dtype``) if that is
     given, or with ``add`` added.
-
-    Raises:
-        PayloadError: the frame is damaged, or made with other options than this rank's.
     """
 
     fail = failing(sender, _CAUSES)

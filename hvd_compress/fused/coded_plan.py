@@ -78,11 +78,7 @@ class Message:
         return self._header.seal(frame)
 
     def opened(self, frame: np.ndarray, sender: int) -> np.ndarray:
-        """Return the bytes of the tensors in a message that arrived.
-
-        Raises:
-            PayloadError: it is damaged, or was made with other options than this rank's.
-        """
+        """Return the bytes of the tensors in a message that arrived."""
         fail = failing(f"rank {sender}", _CAUSES)
         header = opened(frame, Kind.BUCKET, fail=fail)
         if frame.size != self.size:

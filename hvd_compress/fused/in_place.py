@@ -257,9 +257,6 @@ class Arrays:
         new: states that take the place of the old ones, where these are not written.
         dtypes: of the gradients.
         columns: gradients, where results are written, and states in the order of the bucket's keys.
-
-    Raises:
-        CompressionError: an array is of another kind or size.
     """
 
     def __init__(

@@ -24,11 +24,7 @@ Check: TypeAlias = Callable[[np.ndarray, int], Any]
 def gathered(
     message: Array, seal: Seal, checks: Sequence[Check], step: Context, equal_sizes: bool = True
 ) -> Generator[Request, Any, Array]:
-    """Return the messages of all ranks, end to end where ``message`` is.
-
-    Raises:
-        PayloadError: a message is damaged, or was made with other options.
-    """
+    """Return the messages of all ranks, end to end where ``message`` is."""
     request = Gather(message, equal_sizes)
     return (yield from _carried(request, [message], [seal], checks, step))
 
@@ -36,11 +32,7 @@ def gathered(
 def scattered(
     messages: Sequence[Array], seals: Sequence[Seal], check: Check, step: Context
 ) -> Generator[Request, Any, Array]:
-    """Send a message to each rank, and return those for this one, end to end where they are.
-
-    Raises:
-        PayloadError: as of :func:`gathered`.
-    """
+    """Send a message to each rank, and return those for this one, end to end where they are."""
     request = Alltoall(messages)
     return (yield from _carried(request, messages, seals, [check] * step.size, step))
 

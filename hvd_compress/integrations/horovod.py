@@ -92,9 +92,6 @@ def bind_call(
     Args:
         hvd: the module of Horovod.
         gather: a collective of it.
-
-    Raises:
-        MismatchError: the environments of the ranks differ.
     """
     call = signature.bind(*args, **kwargs)
     call.apply_defaults()

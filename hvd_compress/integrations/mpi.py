@@ -91,10 +91,6 @@ def operation(op: Any, average: Any, *factors: Any) -> str:
         op: ``None`` for what ``average`` says.
         average: older than ``op``: ``False`` means ``op=hvd.Sum``.
         factors: by which is multiplied before and after.
-
-    Raises:
-        ConfigError: ``average`` or a factor is of a wrong kind.
-        UnsupportedError: there is no such operation over MPI.
     """
     if not isinstance(average, bool | None):
         raise ConfigError(f"average={average!r}: True, False, or write op=; names go to name=")

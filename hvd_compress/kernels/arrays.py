@@ -30,9 +30,6 @@ class Column:
         arrays: of one library, on one device.
         sizes: of the tensors; ``None`` takes those of the arrays.
         found: where they are, if that is known.
-
-    Raises:
-        CompressionError: an array is of another kind or size.
     """
 
     def __init__(

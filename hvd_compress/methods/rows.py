@@ -126,9 +126,6 @@ class Rows:
         Args:
             like: rows as the sender's, shape (any, width), in the same dtype.
             dtype: that of the gradient.
-
-        Raises:
-            PayloadError: the message is damaged, or belongs to another matrix or to other options.
         """
         xp = backend_of(like)
         wide, width = xp.dtype(like), math.prod(xp.shape(like)[1:])
@@ -155,9 +152,6 @@ def as_rows(text: str) -> Rows:
 
     >>> as_rows("top:0.1:int8")
     Rows(density=0.1, values='int8')
-
-    Raises:
-        ConfigError: it is none of these texts.
     """
     density, values = 1.0, text
     if isinstance(text, str) and text.startswith("top:"):
@@ -244,9 +238,6 @@ def exchange_rows(
 
     After a NaN or Inf on one rank, or an overflow of the average, ``values`` are not finite on all
     ranks.  Residuals then stay as they were.
-
-    Raises:
-        PayloadError: a message is damaged, or belongs to another matrix or to other options.
     """
     xp = backend_of(values)
     dtype, width = xp.dtype(values), math.prod(xp.shape(values)[1:])

@@ -64,9 +64,6 @@ def as_compressor(compression: Any) -> Compressor:
         compression: such as ``DGC(density=0.01)``, ``DGC``, "dgc", "dgc:density=0.01"
             or a preset such as "dgc:compact".
 
-    Raises:
-        ConfigError: there is no such method, option or value; the message has those that there are.
-
     >>> from hvd_compress import DGC
     >>> as_compressor("efsignsgd:via=allgather")
     EFSignSGD(via='allgather')

@@ -25,10 +25,6 @@ def gather_bytes(raw: np.ndarray, kind: str, process_set: ProcessSet) -> list[np
     Args:
         raw: 1-D, uint8, of any size.
         kind: what the bytes are, the same on all ranks.
-
-    Raises:
-        MismatchError: it is not.
-        PayloadError: a message is damaged.
     """
     comm = communicator_of(process_set)
     comm.agree("allgather")
@@ -46,10 +42,6 @@ def broadcast_bytes(
         root_rank: among all ranks.
         what: is sent, the same on all ranks.
         always: compare it also after the first calls.
-
-    Raises:
-        ConfigError: the root is not in the set.
-        MismatchError: the ranks send different things.
     """
     comm = communicator_of(process_set)
     members = range(comm.size) if process_set.ranks is None else process_set.ranks
@@ -99,7 +91,6 @@ def broadcast_object(
         process_set: the ranks that take part.
 
     Raises:
-        ConfigError: the root is not one of them.
         UnsupportedError: on all ranks, if the root cannot pickle it; it names the entry.
     """
     is_root = is_one_of(root_rank, (global_process_set.rank(),))

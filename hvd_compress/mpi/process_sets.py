@@ -21,9 +21,6 @@ class ProcessSet:
         ranks_or_comm: their numbers among all ranks, from 0, in any order; ``None`` for all.  Named
             as Horovod's, though over MPI a communicator is refused.
 
-    Raises:
-        ConfigError: it is something else.
-
     >>> pair = hvd.add_process_set(hvd.ProcessSet([0]))
     >>> pair.included(), pair.rank(), pair.size()
     (True, 0, 1)
@@ -110,7 +107,6 @@ def init(
             "dynamic" is accepted: sets can always be added.
 
     Raises:
-        MismatchError: the ranks make other sets.
         SetupError: MPI was initialised without support for threads.
     """
     sets: Any = [] if is_one_of(process_sets, (None, "dynamic")) else process_sets
@@ -168,10 +164,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Args:
         process_set: a :class:`ProcessSet`, or numbers of ranks.
-
-    Raises:
-        ConfigError: there is no rank of such a number.
-        MismatchError: the ranks make other sets.
     """
     everyone = global_process_set.communicator
     with everyone.told(always=True):
@@ -198,9 +190,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Free the communicator of ``process_set``, and return whether it was one that
     :func:`add_process_set` had made; every rank calls it.
-
-    Raises:
-        ConfigError: it is no set of ranks.
     """
     if not isinstance(process_set, ProcessSet):
         raise no_process_set(process_set)
@@ -215,7 +204,6 @@ def communicator_of(process_set: Any) -> Communicator:
     """Return the communicator of a value for the option ``process_set``.
 
     Raises:
-        ConfigError: it is no set of ranks.
         SetupError: this rank does not belong to it, or ``hvd.init()`` is missing.
     """
     if not isinstance(process_set, ProcessSet):

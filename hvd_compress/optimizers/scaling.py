@@ -19,9 +19,6 @@ def rate_factor(batch_size: int, reference_batch_size: int, scaling: str = "line
         scaling: "linear", the quotient of the two, as for SGD; "sqrt", its root, as for Adam and
             LAMB, whose steps do not grow with the gradient.
 
-    Raises:
-        ConfigError: a size is no positive whole number, or the scaling is unknown.
-
     >>> rate_factor(8192, 256), rate_factor(8192, 512, "sqrt")
     (32.0, 4.0)
     """

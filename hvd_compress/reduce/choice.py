@@ -20,9 +20,6 @@ class Choice:
         backward: the seconds of each step on this rank since the ranks last changed, from its first
             gradient on, without those of exchanges.
 
-    Raises:
-        ConfigError: ``text`` is no method.
-
     >>> Choice("fp16", "fp16, 332 ms per step against 610 ms with none").method
     FP16(algorithm=None, rows='float16')
     """
@@ -57,11 +54,7 @@ class Choice:
 
     @classmethod
     def read(cls, state: Any) -> Choice:
-        """Return the choice of a state; ``None``: one that begins again.
-
-        Raises:
-            ConfigError: it is damaged.
-        """
+        """Return the choice of a state; ``None``: one that begins again."""
         if state is None:
             return cls()
         text, why = (entry(state, key, str, of="the choice") for key in ("method", "why"))

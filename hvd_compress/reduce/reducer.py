@@ -291,11 +291,7 @@ class Reducer:
             self.forget_plan()
 
     def finish(self) -> dict[str, Array]:
-        """Wait for all gradients that were started, and return what :meth:`reduce` returns.
-
-        Raises:
-            MismatchError: the ranks differ in method, options, step or tensors.
-        """
+        """Wait for all gradients that were started, and return what :meth:`reduce` returns."""
         with self.clock:
             directions, gradients = self._finish()
         if self.choice is not None and not self.choice.why and self.engine.size > 1:

@@ -130,9 +130,6 @@ def restored(
         factor: the share of this rank in these; see :meth:`StateHeader.share`.
         kinds: of arrays that may be taken up.
         place: makes an array like the second from the first, in memory of its own.
-
-    Raises:
-        ConfigError: an entry does not fit, or is damaged.
     """
     templates = {**fresh, **common, **more}
     if 0 < len(missing := sorted(common.keys() - entries.keys())) < len(common):

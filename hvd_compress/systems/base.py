@@ -196,11 +196,7 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
 
 
 def as_training_method(method: Any) -> TrainingMethod:
-    """Return a method from an instance, or from a class, whose options have their defaults then.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Return a method from an instance, or from a class, whose options have their defaults then."""
     if isinstance(method, type) and issubclass(method, TrainingMethod):
         return method()
     if not isinstance(method, TrainingMethod):

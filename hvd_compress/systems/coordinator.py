@@ -125,7 +125,6 @@ class Coordinator:
 
         Raises:
             ConfigError: the method needs a loss, and none was reported.
-            MismatchError: the ranks differ in method, options, step or parameters.
         """
         self._follow(parameters)
         if self.method.loss_window and self._reported != self.step + 1:
@@ -172,11 +171,7 @@ class Coordinator:
         return result
 
     def average(self, arrays: Arrays) -> Arrays:
-        """Return the mean of each array over the ranks.  A collective.
-
-        Raises:
-            MismatchError: the ranks have not got the same arrays.
-        """
+        """Return the mean of each array over the ranks.  A collective."""
         return self._answer(Mean(arrays))
 
     def set_epoch(self, epoch: float) -> None:

@@ -150,9 +150,6 @@ class Owner:
 
         Args:
             check: raises an error for arrays, under a key, that cannot be of this model.
-
-        Raises:
-            ConfigError: it is of another system or version, or damaged.
         """
         saved = read_header(state_dict)
         if (system := saved.method["method"]) != self.system:

@@ -36,7 +36,6 @@ class Ranks:
         seed: the seed of random numbers that the ranks share.
 
     Raises:
-        ConfigError: the method does not fit the number of ranks.
         MismatchError: from the first step: the ranks begin with other weights, and the method needs
             the same.
 
@@ -177,10 +176,6 @@ def simulate(
         steps: how many to take.
         rate: the learning rate.
         observe: is called with the number of steps taken and the iterates, after each.
-
-    Raises:
-        ConfigError: ``steps`` or ``rate`` make no sense, or the method does not fit the number of
-            ranks.
     """
     if not is_whole(steps) or steps < 0:
         raise ConfigError(f"steps must be a whole number from 0; got {steps!r}")

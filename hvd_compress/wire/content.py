@@ -31,10 +31,6 @@ def decode_bytes(
 
     Args:
         size: how many there must be; ``None`` if only the sender knows.
-
-    Raises:
-        PayloadError: the frame is damaged, or has another size.
-        MismatchError: the sender has sent something else.
     """
     fail = failing(sender, _CAUSES, what)
     header = opened(frame, Kind.CONTENT, fail=fail)
@@ -51,12 +47,7 @@ def decode_bytes(
 
 
 def decode_end_to_end(frames: np.ndarray, what: str) -> list[bytes]:
-    """Return the bytes of the frames of all ranks, which lie end to end in their order.
-
-    Raises:
-        PayloadError: one is damaged.
-        MismatchError: one has something else.
-    """
+    """Return the bytes of the frames of all ranks, which lie end to end in their order."""
     found: list[bytes] = []
     while frames.size:
         head = frames[:START].tobytes()

@@ -208,9 +208,6 @@ def decode_sparse(
         values: the dtype that the values must have.
         count: the number of entries that there must be; ``None`` if only the sender knows.
         whole: elements of the vector that the tensor is a region of.
-
-    Raises:
-        PayloadError: the frame is damaged, or made with other options than this rank's.
     """
     indices, decoded = _decode(
         frame, n, values, count, sender=sender, kinds=(Kind.SPARSE,), whole=whole or n

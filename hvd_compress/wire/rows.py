@@ -31,9 +31,6 @@ def decode_rows(
     Args:
         n: rows of the matrix.
         row: bytes of a row.
-
-    Raises:
-        PayloadError: the frame is damaged, or belongs to another matrix.
     """
 
     fail = failing(sender, _CAUSES, "rows")

@@ -217,9 +217,6 @@ def broadcast(
         root_rank: whose is returned, among all ranks.
         name, ignore_name_scope: accepted as Horovod's.
         process_set: the ranks that take part.
-
-    Raises:
-        ConfigError: the root is not one of them.
     """
 
     def gradient(of_result: tf.Tensor) -> tf.Tensor:
@@ -286,7 +283,6 @@ def broadcast_object(
         process_set: the ranks that take part.
 
     Raises:
-        ConfigError: the root is not one of them.
         UnsupportedError: on all ranks, if the root cannot pickle it; it names the entry.
     """
     return objects.broadcast_object(obj, root_rank, name, process_set)

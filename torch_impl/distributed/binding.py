@@ -282,11 +282,7 @@ class Binding(Controls):
         self.reducer.start_together(gradients)
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """Wait for everything that was started and put the averages into ``p.grad``.
-
-        Raises:
-            MismatchError: the ranks differ in method, options, step or parameters.
-        """
+        """Wait for everything that was started and put the averages into ``p.grad``."""
         self.begin_ready()
         with self.reducer.clock:
             try:

@@ -114,9 +114,6 @@ def distribute(
         shared: those of :class:`HorovodOptions`.
 
     The rest are options of ``DistributedOptimizer``.
-
-    Raises:
-        ConfigError: an option has a value that cannot be honoured; no parameter has a hook then.
     """
     method = as_compressor(compression)
     check_process_set(shared["process_set"])  # None, all ranks elsewhere, is no set of Horovod's

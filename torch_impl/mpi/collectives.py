@@ -92,9 +92,6 @@ def synchronize(handle: _Handle) -> torch.Tensor:
 
     Args:
         handle: what :func:`allreduce_async` returned.
-
-    Raises:
-        ConfigError: it is something else.
     """
     if not isinstance(handle, _Handle):
         raise ConfigError(f"handle={handle!r}: pass what hvd.allreduce_async(...) returned")
@@ -127,7 +124,6 @@ def allreduce(
         process_set: the ranks that take part.
 
     Raises:
-        MismatchError: the ranks' tensors or options differ.
         UnboundError: the compression is one that needs an optimizer.
         UnsupportedError: another ``op``, or a dtype that cannot be added.
     """
@@ -263,7 +259,6 @@ def broadcast_(
         process_set: the ranks that take part.
 
     Raises:
-        ConfigError: the root is not one of them.
         UnsupportedError: its bytes cannot be sent, for instance because it is sparse.
     """
     comm = communicator_of(process_set)

@@ -92,7 +92,6 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         root_rank: among all ranks.
 
     Raises:
-        ConfigError: ``params`` are something else, or there is no such rank.
         MismatchError: the ranks' parameters differ in shape or dtype; it names the first.
         UnsupportedError: an entry has no bytes to send, such as a sparse tensor; it is named.
     """
@@ -118,7 +117,6 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
         model: what has no gradient yet gets zeros, sparse ones for such embeddings of it.
 
     Raises:
-        ConfigError: it is no optimizer, or there is no such rank.
         MismatchError: the optimizer of ``root_rank`` has other groups of parameters.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):

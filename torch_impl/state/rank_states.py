@@ -24,11 +24,7 @@ _SHARDS, _OF = "shards", "ranks_per_node"
 def placed(
     states: Mapping[str, Any], device_of: Callable[[str], torch.device | str]
 ) -> dict[str, dict[str, Any]]:
-    """Return states by name, with their tensors on the devices that belong to the names.
-
-    Raises:
-        ConfigError: they are damaged.
-    """
+    """Return states by name, with their tensors on the devices that belong to the names."""
     return {
         name: {
             key: x.to(device_of(name)) if isinstance(x, torch.Tensor) else x
@@ -64,9 +60,6 @@ def _on_first(x: Any, group: Any) -> list[Any] | None:
 def own(saved: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
     """Return the part of a rank in a result of :func:`gathered`, or another state dict as it is.
     Another number of ranks gets the mean.
-
-    Raises:
-        ConfigError: it is damaged.
     """
     if KEY not in saved:
         return saved

@@ -302,9 +302,6 @@ def adversarial_radius(
         restarts: corners to begin at.
         ascents: steps of gradient ascent, each half as long as the radius.
         seed: of the corners.
-
-    Raises:
-        ConfigError: ``restarts`` is not 1 or more.
     """
     if not is_whole(restarts) or restarts < 1:
         raise ConfigError(f"restarts must be 1 or more; got {restarts!r}")

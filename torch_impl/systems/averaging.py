@@ -28,9 +28,6 @@ def averaging(hvd: Any, module: str) -> Callable[..., None]:
             parameters: ``model.parameters()``, ``model.named_parameters()`` or
                 ``model.state_dict()``; the last has the buffers, too.
             process_set: the ranks that take part; ``None`` for all.
-
-        Raises:
-            ConfigError: ``parameters`` has something else than tensors.
         """
         options = {} if process_set is None else {"process_set": process_set}
         if process_set is not None:

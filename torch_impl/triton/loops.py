@@ -79,11 +79,7 @@ class BlockMessage:
         self.header = Header(Kind.BLOCKS, int(is_half), 0, length_tag(n), entries % 2**32)
 
     def opened(self, frame: np.ndarray, sender: int) -> None:
-        """Look at the header of a message that arrived.
-
-        Raises:
-            PayloadError: it is damaged, or was made with other options than this rank's.
-        """
+        """Look at the header of a message that arrived."""
         fail = failing(f"rank {sender}", _CAUSES)
         if opened(frame, Kind.BLOCKS, fail=fail) != self.header or frame.size != self.nbytes:
             raise fail(f"no header of {self.header.number} entries, or not {self.nbytes} bytes")

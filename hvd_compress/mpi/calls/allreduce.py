@@ -66,9 +66,6 @@ def hierarchical_allreduce(
         algorithm: between nodes: "ring", "halving_doubling", "direct", "mpi", or "auto".
         ranks_per_node: the number of consecutive ranks that make a node; ``None`` asks MPI which
             ranks share memory.  A number smaller than the ranks of a machine splits the machine.
-
-    Raises:
-        ConfigError, UnsupportedError, MismatchError, CollectiveTimeout: see :func:`allreduce`.
     """
 
     choose = functools.partial(dense_by_nodes, ranks_per_node=ranks_per_node)

@@ -37,9 +37,6 @@ def sparse_allgather(
             in their own dtype, this rank's as well.
         indices: on the wire: "int32" (int64 in tensors of more than 2^31 elements), or "packed",
             about log2(n / k) + 1.5 bits each.
-
-    Raises:
-        PayloadError: a message was damaged on its way.
     """
     communicator = Communicator.of(comm)
     with communicator.told():
@@ -77,9 +74,6 @@ def sparse_allreduce(
             largest number.
 
     float16 is added in float32 and rounded once.
-
-    Raises:
-        PayloadError: a message was damaged on its way.
     """
 
     choose = choosing.sparse

@@ -34,9 +34,6 @@ class Format:
         codec: of indices, see ``encode_sparse``.
         op, size: "sum" or "mean", and the number of ranks.
         may_be_dense: vectors become dense arrays where that is shorter.
-
-    Raises:
-        ConfigError: an option does not exist or does not fit.
     """
 
     n: int

@@ -113,10 +113,6 @@ def exchange(
         like: all that arrive have as many bytes; ``None``: receivers do not know the sizes, which
             are sent ahead, as 8 bytes to each rank.
         limit: the largest number of bytes that a valid message may have.
-
-    Raises:
-        PayloadError: a rank announces more than that.
-        UnsupportedError: a message has more bytes than MPI can count.
     """
     if not messages and not sources:
         return {}

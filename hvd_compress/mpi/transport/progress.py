@@ -71,11 +71,7 @@ class Wait:
         self.is_bulk, self.is_over = is_bulk, False
 
     def poll(self) -> bool:
-        """Make progress, and return whether all messages are complete.
-
-        Raises:
-            MismatchError: a message had another size.
-        """
+        """Make progress, and return whether all messages are complete."""
         try:
             if not MPI.Request.Testall(self.requests, self.statuses):
                 return False

@@ -93,11 +93,7 @@ class CostModel:
         return self.alpha + (self.size - 2) * self.overhead
 
     def seconds(self, algorithm: str, n: int) -> float:
-        """Return the seconds of a dense allreduce of ``n`` bytes.
-
-        Raises:
-            ConfigError: there is no such algorithm, or it was not measured.
-        """
+        """Return the seconds of a dense allreduce of ``n`` bytes."""
         if self.size == 1:
             return 0.0
         if algorithm not in self.points:
@@ -162,11 +158,7 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
-        """Return the model that :meth:`save` wrote.
-
-        Raises:
-            ConfigError: the file is no cost model, or damaged.
-        """
+        """Return the model that :meth:`save` wrote."""
         try:
             values = json.loads(Path(path).read_text())
             for field in ("points", "sparse_points"):

@@ -24,9 +24,6 @@ def kendall_tau(x: Sequence[float], y: Sequence[float], variant: str = "a") -> f
         variant: "a", of the paper: ties agree with nothing, so a constant measure has 0.  "b"
             divides by the root of the numbers of pairs that are not tied; it then is NaN.
 
-    Raises:
-        ConfigError: there are fewer than two runs, or not as many in both.
-
     >>> kendall_tau([1, 2, 3, 4], [1, 2, 4, 3])
     0.6666666666666666
     """
@@ -61,9 +58,6 @@ def granulated(
         settings: hyper-parameters, one row per run, one column each; a seed is one, too, if there
             are several.
         measure, gap: one number per run.
-
-    Raises:
-        ConfigError: the numbers of runs differ.
     """
     rows = [tuple(row) for row in settings]
     _check_equal(len(rows), len(measure), len(gap))
@@ -97,9 +91,6 @@ def conditional_information(
     Args:
         settings, measure, gap: as for :func:`granulated`.
         given: S, the columns of ``settings``, from 0; none for the information by itself.
-
-    Raises:
-        ConfigError: the numbers of runs differ.
     """
     rows = [tuple(row) for row in settings]
     _check_equal(len(rows), len(measure), len(gap))
@@ -164,9 +155,6 @@ def scores(
     Args:
         settings: hyper-parameters, two or more: one row per run, one column each.
         measure, gap: one number per run.
-
-    Raises:
-        ConfigError: the numbers of runs differ, or there are fewer than two.
     """
     psi = granulated(settings, measure, gap)
 

@@ -47,11 +47,7 @@ _WHOLE = whole()
 
 
 def as_codec(codec: Any) -> Codec:
-    """Return an option ``codec`` for messages to neighbours; ``None`` for numbers as they are.
-
-    Raises:
-        ConfigError: it is no codec.
-    """
+    """Return an option ``codec`` for messages to neighbours; ``None`` for numbers as they are."""
     found = plain() if codec is None else codec
     if not isinstance(found, Codec):
         raise ConfigError(f"codec must be a codec, for instance blockwise(2), or None: {codec!r}")

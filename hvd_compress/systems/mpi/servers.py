@@ -325,10 +325,6 @@ class ParameterServer(Serving):
             gradients: those at ``parameters``; ``None`` for a parameter that has none, which stays
                 as it is if no worker has one.
             rates: the learning rate of each group of parameters; none for the optimizer's own.
-
-        Raises:
-            CollectiveTimeout: the server does not answer.
-            PayloadError: a message is damaged.
         """
         if self.is_server:
             raise ConfigError("the server takes no steps: loop over worker.batches(data)")

@@ -75,11 +75,7 @@ def encode(message: ServerMessage, tag: int) -> np.ndarray:
 
 
 def decode(frame: np.ndarray, tag: int, sender: str) -> ServerMessage:
-    """Undo :func:`encode`; parts are views.
-
-    Raises:
-        PayloadError: the frame is damaged, or made by other rules.
-    """
+    """Undo :func:`encode`; parts are views."""
 
     fail = failing(sender, _CAUSES)
     _, kind, flag, theirs, count = opened(frame, header.Kind.SERVER, fail=fail)
@@ -200,11 +196,7 @@ class ServerEnd(abc.ABC):
         return not self.active
 
     def receive(self, worker: int, frame: np.ndarray) -> list[Reply]:
-        """Take a frame, and return the replies that are due now, to this worker or others.
-
-        Raises:
-            PayloadError: the frame is damaged, or of other rules.
-        """
+        """Take a frame, and return the replies that are due now, to this worker or others."""
         message = decode(frame, self._tag, f"worker {worker}")
         if worker in self.stats.lost:
             self.stats.lost.remove(worker)
@@ -270,9 +262,6 @@ class WorkerEnd(abc.ABC):
     def receive(self, frame: np.ndarray) -> bool:
         """Take a frame of the server, and return whether it is the one that was waited for: a reply
         to a push, or the end.
-
-        Raises:
-            PayloadError: the frame is damaged, or of other rules.
         """
         message = decode(frame, self._tag, "the server")
         if message.kind is MessageKind.BEAT:

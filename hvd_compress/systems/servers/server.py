@@ -45,9 +45,6 @@ class Rules(Configurable, kind="parameter server", name="rules"):
             dropped.
         compression: of gradients, with the worker's residual.
 
-    Raises:
-        ConfigError: an option makes no sense, or two of them do not go together.
-
     Reference: Li et al., OSDI 2014; Chen et al., 2016 (backup workers).
 
     >>> Rules(backup=1, compression="topk:density=0.01").mode
@@ -126,11 +123,7 @@ class LinkCoder:
         epoch: float,
         sender: str,
     ) -> Arrays:
-        """Return arrays of the shapes and dtypes of ``like`` from the parts of a message.
-
-        Raises:
-            PayloadError: the parts are not what the method would have sent.
-        """
+        """Return arrays of the shapes and dtypes of ``like`` from the parts of a message."""
         found, context = {}, self._in_step(step, epoch)
         for name, shape in like.items():
             if not shape.size:

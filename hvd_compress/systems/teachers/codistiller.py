@@ -128,9 +128,6 @@ class Codistiller:
         Args:
             own: this model's predictions; the same shape and dtype on all ranks.
             inputs: of this batch, which ranks compare; none to trust that they are the same.
-
-        Raises:
-            MismatchError: the ranks differ in options, step, or batch.
         """
         peers = self.counterparts
         if not (peers.sources and self.weight and self.method.is_due(self.step)):

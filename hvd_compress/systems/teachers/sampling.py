@@ -25,9 +25,6 @@ class CoordinatedSampler:
         place, places: this rank's place in its group, and the size of the group.
         shuffle: draw another order in every epoch.
 
-    Raises:
-        ConfigError: there are no examples, or ``place`` is not one of ``places``.
-
     >>> sampler = CoordinatedSampler(5, seed=1, place=0, places=2)
     >>> list(sampler), len(sampler)
     ([4, 1], 2)
