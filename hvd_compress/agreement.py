@@ -152,7 +152,6 @@ def check(everyone: Sequence[bytes]) -> None:
 
 
 def _differing(everyone: Sequence[bytes]) -> set[str]:
-    """Return the names of the terms that differ."""
     terms = [json.loads(text) for text in everyone]
     names = {name for own in terms for name in own}
     return {name for name in names if any(own.get(name) != terms[0].get(name) for own in terms)}

@@ -337,7 +337,6 @@ class Chain(Compressor, name="chain"):
         return xp.restore(coding.decode([message], x, context, [context.rank]).total, like)
 
     def _sending(self, gradient: Array, state: State, context: Context) -> _Sending:
-        """Apply the transforms."""
         xp = backend_of(gradient)
         x = xp.widen(gradient)
         states = []

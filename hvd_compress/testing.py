@@ -481,7 +481,6 @@ def _check_integers(compressor: Compressor, make: Callable[[np.ndarray], Array])
 
 
 def _numbers(x: Array) -> np.ndarray:
-    """Return the numbers in float64, which holds every smaller type exactly."""
     xp = backend_of(x)
     return np.asarray(xp.to_numpy(xp.cast(x, "float64")))
 

@@ -42,7 +42,6 @@ class Times:
 
     @property
     def total(self) -> float:
-        """The seconds of all phases."""
         return sum(getattr(self, name) for name in PHASES)
 
     def line(self) -> str:
@@ -97,7 +96,6 @@ class Clock:
         self._around: list[tuple[Clock | None, str | None]] = []  # what goes on after a context
 
     def reset(self) -> None:
-        """Begin again at zero."""
         seconds: dict[str | None, float] = dict.fromkeys((None, *PHASES), 0.0)
         self._seconds = seconds
         self._hidden, self._left_at = 0.0, math.inf

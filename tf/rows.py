@@ -19,7 +19,6 @@ from hvd_compress.methods.rows import exchange_rows as exchange
 
 
 def on_values(function: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
-    """Return what ``function`` makes of a tensor, or of the values of rows."""
     if not isinstance(gradient, tf.IndexedSlices):
         return function(gradient)
     return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)

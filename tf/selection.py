@@ -13,7 +13,6 @@ _DIGIT = 16
 
 
 def top_k(x: tf.Tensor, k: int) -> tf.Tensor:
-    """See :meth:`hvd_compress.backends.base.Backend.top_k`."""
     n = x.shape.num_elements()
     if n <= _SMALL:
         return _by_ranking(x, k)

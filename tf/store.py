@@ -287,7 +287,6 @@ def _counts(reducer: Reducer, store: BranchStore) -> tf.Tensor:
 
 
 def scaled(gradient: Any, factor: Any) -> Any:
-    """Return a tensor or rows times a number."""
     return on_values(lambda x: backend.scale(x, factor), gradient)
 
 

@@ -70,7 +70,6 @@ class MeasuredLoss(NamedTuple):
 
 @functools.cache
 def all_losses() -> tuple[MeasuredLoss, ...]:
-    """Return all that was measured."""
     rows = json.loads(FILE.read_text())
     return tuple(
         MeasuredLoss(**row | {"lost": math.inf if row["lost"] is None else row["lost"]})
@@ -102,7 +101,6 @@ def loss_of(method: str, optimizer: str, steps: int) -> MeasuredLoss | None:
 
 
 def text_of(losses: Iterable[MeasuredLoss]) -> str:
-    """Return the text of ``FILE``: a line for each loss."""
     lines = []
     for loss in losses:
         lost = round(loss.lost, 2) if math.isfinite(loss.lost) else None

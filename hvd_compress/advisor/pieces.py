@@ -129,7 +129,6 @@ class _Engine:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was counted."""
         self.messages: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.buckets = 0
@@ -276,6 +275,5 @@ def to_json(piece: Piece) -> dict[str, Any]:
 
 
 def from_json(row: Mapping[str, Any]) -> Piece:
-    """Return a piece."""
     messages = {kind: Messages(*map(int, each)) for kind, each in row["messages"].items()}
     return Piece(**{**row, "messages": messages})

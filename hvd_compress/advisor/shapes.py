@@ -15,12 +15,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def norm(name: str, channels: int) -> Shapes:
-    """Return the parameters of a normalisation."""
     return {f"{name}.weight": (channels,), f"{name}.bias": (channels,)}
 
 
 def linear(name: str, outputs: int, inputs: int) -> Shapes:
-    """Return the parameters of a fully connected layer."""
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
 
@@ -130,7 +128,6 @@ MODELS: dict[str, Callable[[], Shapes]] = {
 
 
 def elements_of(shapes: Shapes) -> int:
-    """Return the number of elements of all tensors."""
     return sum(map(math.prod, shapes.values()))
 
 

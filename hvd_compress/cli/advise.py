@@ -184,7 +184,6 @@ def shapes_of(model: str) -> Shapes:
 
 
 def _shape(model: str, name: Any, x: Any) -> tuple[int, ...]:
-    """Return a shape, or that of an array."""
     try:
         shape = tuple(map(operator.index, getattr(x, "shape", x)))
     except (TypeError, RuntimeError):  # the latter of a lazy module's parameters

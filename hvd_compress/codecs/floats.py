@@ -17,8 +17,6 @@ from hvd_compress.operators.base import IDENTITY, Classes
 
 @dataclasses.dataclass(frozen=True)
 class plain(Codec, name="plain"):
-    """All bits of all numbers."""
-
     def size(self, n: int, dtype: np.dtype) -> int:
         return n * dtype.itemsize
 

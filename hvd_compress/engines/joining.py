@@ -305,7 +305,6 @@ class Tally:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was counted."""
         self._steps, self._sums = 0, np.zeros((3, len(self.weights)), np.int64)
         self._alike: dict[tuple[int, int], int] = {}  # steps, by the bytes sent and received
         self._symbols: list[list[Any]] = []  # the same of each step of a graph
@@ -330,7 +329,6 @@ class Tally:
             self._share_out()
 
     def _share_out(self) -> None:
-        """Add up what each tensor has sent and received."""
         alike, self._alike = self._alike, {}
         for nbytes, steps in alike.items():
             for row, n in zip(self._sums, nbytes, strict=False):

@@ -121,7 +121,6 @@ class World:
         return outcomes
 
     def _joined(self, rank: int, gradients: Mapping[str, Array], context: dict[str, Any]) -> Any:
-        """A rank's exchange of all tensors."""
         entries: list[Entry] = []
         steps = {self.steps.get(name, 0) for name in gradients}
         common = Context("", rank, self.size, 0, self.epoch, self.seed)._replace(**context)

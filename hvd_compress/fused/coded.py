@@ -130,7 +130,6 @@ class CodedOnHost(CodedPlan):
             raise
 
     def _encode(self, work: StepOnHost) -> None:
-        """Write the messages."""
         bad = set[int]()
         for run, code, is_fine in zip(self.runs, self.codes, work.encode(), strict=True):
             if not is_fine:
@@ -313,7 +312,6 @@ class StepOnHost:
         return sent
 
     def _put_back(self, tensor: int) -> None:
-        """Let a tensor have its old residual."""
         assert self._kept is not None
         (key,) = self.stages.keys
         for own in self._fed.pop(tensor):

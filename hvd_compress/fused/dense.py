@@ -51,7 +51,6 @@ class FusedSum:
         return Place(self, size, (xp.__name__, dtype, getattr(gradient, "device", None)), x)
 
     def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> Plan:
-        """See :class:`hvd_compress.base.Form`."""
         x = specs[0].x
         on_device = not is_on_host(x) and backend_of(x).dtype(x) == "float32"
         plan = SumOnDevice if on_device and loops_of(x) is not None else SumPlan
@@ -124,7 +123,6 @@ class SumPlan(Plan):
         return Averages([xp.restore(x, gradient) for x, gradient in parts], states)
 
     def _total(self, xp: Any, parts: Sequence[Array]) -> Generator[Request, Any, Array]:
-        """Return the sum of all ranks, end to end."""
         own, sizes = xp.end_to_end(parts), self._sizes
         fine = xp.all_finite(own)
         if xp.traces or not fine:  # of such a tensor the others must see nothing else

@@ -63,8 +63,6 @@ class FusedElements(StagedForm):
 
 
 class ElementsPlan(StagedPlan):
-    """The plan of a bucket; see :mod:`hvd_compress.fused.elements`."""
-
     form: FusedElements
 
     def __init__(
@@ -149,8 +147,6 @@ class FusedDrawn(StagedForm):
 
 
 class DrawnPlan(StagedPlan):
-    """The plan of a bucket; see :mod:`hvd_compress.fused.elements`."""
-
     form: FusedDrawn
 
     def __init__(
@@ -180,7 +176,6 @@ class DrawnPlan(StagedPlan):
         return np.split(values, np.cumsum(self.weights)[:-1])
 
     def _encode(self, arrays: Arrays, places: list[np.ndarray], step: Context) -> None:
-        """Write the values that are sent."""
         views, values = arrays.views, self._by_tensor(self._values)
         with np.errstate(over="ignore", invalid="ignore"):
             for i, (n, at, out) in enumerate(zip(self.sizes, places, values, strict=True)):

@@ -102,7 +102,6 @@ class InPlaceForm(abc.ABC):
 
     @property
     def additive(self) -> bool:
-        """See :class:`hvd_compress.base.Outcome`."""
         return True
 
     @abc.abstractmethod
@@ -294,7 +293,6 @@ class Arrays:
         return step._replace(momentum=self.momenta[tensor])
 
     def by_tensor(self) -> list[State]:
-        """Return the states of each tensor."""
         if not self.states:
             return [{} for _ in self.gradients]
         rows = zip(*self.states.values(), strict=True)
@@ -376,7 +374,6 @@ class Spares:
             return self._free.pop()
 
     def give(self, x: np.ndarray) -> None:
-        """Take memory back."""
         with self._lock:
             self._free, self._is_taken = [x], False
 

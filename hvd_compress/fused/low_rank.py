@@ -61,8 +61,6 @@ class FusedLowRank(InPlaceForm):
 
 
 class LowRankPlan(InPlacePlan):
-    """The plan of a bucket; see :mod:`hvd_compress.fused.low_rank`."""
-
     form: FusedLowRank
 
     def __init__(

@@ -179,7 +179,6 @@ class _Calls:
         self._rows = [*zip(plan.names, plan.shapes, plan.weights, strict=True)]
 
     def inputs(self, tensors: Tensors, step: Context) -> list[Array]:
-        """Return what the first of the functions takes."""
         found = [getattr(step, field) for field in self._symbols]
         for x, state in zip(tensors.flat or (), tensors.states, strict=True):
             found += [x, *(state[key] for key in self._keys)]
@@ -251,7 +250,6 @@ class _Calls:
         return found
 
     def averages(self, results: Iterator[Array]) -> Averages:
-        """Return these results."""
         counts, directions, states = None, [], {}
         if self._counts_too:
             symbol = next(results)

@@ -165,8 +165,6 @@ class StagedForm(InPlaceForm):
 
 
 class StagedPlan(InPlacePlan):
-    """The plan of a bucket of such a form."""
-
     form: StagedForm
 
     def __init__(

@@ -96,8 +96,6 @@ class FusedTopK(InPlaceForm):
 
 
 class TopKPlan(InPlacePlan):
-    """The plan of a bucket; see :mod:`hvd_compress.fused.top_k`."""
-
     form: FusedTopK
     writes_states = False
 

@@ -239,7 +239,6 @@ def install(plan: BuildPlan, rebuild: bool = False) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit status."""
     parser = argparse.ArgumentParser(
         prog=env.COMMAND,
         description=f"Build Horovod {VERSION}, which pip cannot, for the installed PyTorch and "

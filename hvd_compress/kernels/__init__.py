@@ -93,7 +93,6 @@ def is_compiled() -> bool:
 
 
 def threads() -> int:
-    """Return the number of threads that loops use."""
     if (torch := sys.modules.get("torch")) and hasattr(torch, "get_num_threads"):
         return torch.get_num_threads()
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
@@ -161,7 +160,6 @@ def add_up(
 def merge(
     indices: Sequence[np.ndarray], values: Sequence[np.ndarray], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """See :func:`hvd_compress.kernels.reference.merge`."""
     return (native or reference).merge(indices, values, size)
 
 
@@ -189,30 +187,24 @@ def crc32(x: np.ndarray, start: int = 0) -> int:
 
 
 def quotients(gaps: np.ndarray, b: int) -> int:
-    """See :func:`hvd_compress.kernels.reference.quotients`."""
     return (native or reference).quotients(gaps, b)
 
 
 def index_bits(gaps: np.ndarray, b: int) -> tuple[int, int, int, int, int]:
-    """See :func:`hvd_compress.kernels.reference.index_bits`."""
     return (native or reference).index_bits(gaps, b)
 
 
 def elias_pack(gaps: np.ndarray, nested: bool, out: np.ndarray) -> None:
-    """See :func:`hvd_compress.kernels.reference.elias_pack`."""
     (native or reference).elias_pack(gaps, nested, out)
 
 
 def elias_unpack(code: np.ndarray, count: int, nested: bool, n: int) -> np.ndarray:
-    """See :func:`hvd_compress.kernels.reference.elias_unpack`."""
     return (native or reference).elias_unpack(code, count, nested, n)
 
 
 def rice_pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:
-    """See :func:`hvd_compress.kernels.reference.rice_pack`."""
     (native or reference).rice_pack(gaps, b, out)
 
 
 def rice_unpack(code: np.ndarray, count: int, b: int, n: int) -> np.ndarray:
-    """See :func:`hvd_compress.kernels.reference.rice_unpack`."""
     return (native or reference).rice_unpack(code, count, b, n)

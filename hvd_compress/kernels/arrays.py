@@ -46,7 +46,6 @@ class Column:
         self.addresses = found
 
     def on_host(self) -> Column:
-        """Return the same memory as flat arrays of NumPy."""
         return Column(self.flat_on_host(), self.sizes)
 
     def flat_on_host(self) -> list[np.ndarray]:
@@ -85,7 +84,6 @@ class Steps(NamedTuple):
         return cls(*(Column(list(column)) for column in zip(*rows, strict=True)))
 
     def on_host(self) -> Steps:
-        """Return the same memory as flat arrays of NumPy."""
         on_host: list[Any] = [None if column is None else column.on_host() for column in self]
         return Steps(*on_host)
 

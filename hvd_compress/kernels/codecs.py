@@ -124,8 +124,6 @@ class Digits(Loops):
 
 @dataclasses.dataclass(frozen=True)
 class Natural(Loops):
-    """The codec ``natural``."""
-
     biased: bool
 
     @functools.cached_property

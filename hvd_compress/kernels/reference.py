@@ -167,7 +167,6 @@ def sums(rows: np.ndarray) -> np.ndarray:
 
 
 def quotients(gaps: np.ndarray, b: int) -> int:
-    """Return the sum of all ``gaps >> b``."""
     return int((gaps >> b).sum())
 
 

@@ -354,7 +354,6 @@ def mean_cosine(rows: np.ndarray) -> float:
 
 
 def product(xp: Any, x: Array, y: Array) -> Array:
-    """Return the scalar product, an array of one element."""
     return xp.reshape(xp.matmul(xp.reshape(x, (1, -1)), xp.reshape(y, (-1, 1))), (1,))
 
 

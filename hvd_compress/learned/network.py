@@ -42,7 +42,6 @@ class Layers(NamedTuple):
 
 
 def encoded(nn: Layers, weights: Array, values: Array) -> Array:
-    """Return the latents of values; see :class:`~hvd_compress.learned.layout.Autoencoder`."""
     xp = backend_of(weights)
     parameters = unpacked(weights, xp.size(weights), False, xp.reshape).encoder
     return _encoded(nn, parameters, values)

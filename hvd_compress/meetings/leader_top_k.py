@@ -144,7 +144,6 @@ def leaders_choice(
 
 
 def joined(xp: Any, arrays: Sequence[Array]) -> Array:
-    """Return flat arrays end to end."""
     return arrays[0] if len(arrays) == 1 else xp.concat(arrays)
 
 

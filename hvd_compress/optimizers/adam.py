@@ -37,11 +37,9 @@ class AdamFormula(Formula):
         )
 
     def momentum(self, m: Array, g: Array) -> Array:
-        """Return m after an update; reuses ``m``."""
         return backend_of(m).lerp(m, g, 1 - self.betas[0])
 
     def variance(self, v: Array, g: Array) -> Array:
-        """Return v after an update; reuses ``v``."""
         return backend_of(v).lerp_square(v, g, 1 - self.betas[1])
 
 
@@ -69,7 +67,6 @@ class FrozenAdam(AdamFormula):
         return 1 - self.betas[0] ** now.step if self.bias_correction else 1.0
 
     def root(self, v: Array, now: Now) -> Array:
-        """Return sqrt(v^) + eps."""
         xp = backend_of(v)
         known = 1 - self.betas[1] ** now.variance_step if self.bias_correction else 1.0
         return xp.affine(xp.sqrt(v), known**-0.5, self.eps)
@@ -79,7 +76,6 @@ class FrozenAdam(AdamFormula):
         return backend_of(v).put_where(self.root(v, now), v == 0, float("inf"))
 
     def decayed(self, w: Array) -> Array:
-        """Return weights after their decay; reuses ``w``."""
         if not self.weight_decay:
             return w
         return backend_of(w).affine(w, 1 - self.lr * self.weight_decay)

@@ -188,12 +188,10 @@ def quotient(xp: Any, numerator: Any, denominator: Any, *norms: Any) -> Any:
 
 
 def check_not_negative(**options: Any) -> None:
-    """Raise ``ConfigError`` unless all these options are 0 or more, and finite."""
     check_options(options, lambda value: 0 <= value < math.inf, "0 or more")
 
 
 def check_positive(**options: Any) -> None:
-    """Raise ``ConfigError`` unless all these options are greater than 0, and finite."""
     check_options(options, lambda value: 0 < value < math.inf, "greater than 0")
 
 

@@ -35,13 +35,11 @@ class Choice:
             self._since = clock.now(), clock.times.total
 
     def step_is_over(self, clock: Clock) -> None:
-        """Add the step to ``backward``."""
         if self._since is not None:
             (began, total), self._since = self._since, None
             self.backward.append(clock.now() - began - (clock.times.total - total))
 
     def step_is_abandoned(self) -> None:
-        """Forget the step that has begun."""
         self._since = None
 
     def term(self) -> str:

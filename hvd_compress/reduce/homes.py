@@ -48,7 +48,6 @@ class Homes:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
         self._taken: set[Kind] = set()
 
     def hand(self, name: str, common: Callable[[], State]) -> State:
@@ -115,7 +114,6 @@ def look_of(state: State) -> Kind:
 
 
 def look(x: Array) -> ArrayType:
-    """Return what an array looks like."""
     xp = backend_of(x)
     device = None if xp.traces else getattr(x, "device", None)
     return ArrayType(tuple(xp.shape(x)), xp.dtype(x), device)

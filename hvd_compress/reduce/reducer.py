@@ -509,7 +509,6 @@ class Reducer:
         return Member(name, exchange, record, nbytes)
 
     def _exchange(self, entries: Sequence[Entry]) -> Generator[Request, Any, list[Any]]:
-        """Return the exchange of a bucket."""
         groups, members = groups_of(entries)
         found: list[Any] = []
         for group in groups:

@@ -70,7 +70,6 @@ class StateHeader(NamedTuple):
 
 
 def header_of(reducer: Any, consolidated: bool) -> dict[str, Any]:
-    """Return the header of the state of a reducer."""
     engine, choice = reducer.engine, reducer.choice
     return StateHeader(
         reducer.compression.to_config(),

@@ -317,12 +317,10 @@ def apart(x: Array, other: Array) -> Array:
 
 
 def like(x: Array, other: Array) -> Array:
-    """Return ``x`` in the dtype of ``other``."""
     return backend_of(x).cast(x, backend_of(other).dtype(other))
 
 
 def all_finite(arrays: Mapping[str, Array]) -> bool:
-    """Return whether no element of the arrays is NaN or Inf."""
     return all(bool(backend_of(x).all_finite(x)) for x in arrays.values())
 
 

@@ -175,7 +175,6 @@ class LocalStepsOptimizer(NotInLossScaling):
 
 
 def _array(x: tf.Tensor) -> np.ndarray:
-    """Return the array of a tensor; NumPy has no bfloat16."""
     return tf.cast(x, tf.float32).numpy() if x.dtype == tf.bfloat16 else x.numpy()
 
 

@@ -112,11 +112,9 @@ class FormulaOptimizer(keras.optimizers.Optimizer):
         self._keep(variable, *formula.step(w, gradient, state, self._now_for(variable)))
 
     def _now_of(self, grads: Sequence[Any], variables: Sequence[Any]) -> Now:
-        """Return what the formula is told of this step."""
         return Now(tf.cast(self.iterations + 1, tf.float64))
 
     def _now_for(self, variable: Any) -> Now:
-        """The same for a variable."""
         assert self._now is not None
         return self._now
 
@@ -130,7 +128,6 @@ class FormulaOptimizer(keras.optimizers.Optimizer):
         return self.formula.unchecked(**options | {"lr": rate})
 
     def _entries(self, variable: Any) -> tuple[Any, dict[str, Any]]:
-        """Return a variable and its state as tensors."""
         place = self._get_variable_index(variable)
         state = {name: native(all_[place]).value() for name, all_ in self.slots.items()}
         return native(variable).value(), state

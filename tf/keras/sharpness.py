@@ -76,7 +76,6 @@ class SAM:
         return loss, second
 
     def _climb(self, variables: Sequence[tf.Variable], gradients: Sequence[Any]) -> None:
-        """Add eps to the variables."""
         weights = [variable.value() for variable in variables]
         if self.average is not None:
             gradients = averaged(weights, gradients, self.average)

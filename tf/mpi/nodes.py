@@ -13,7 +13,6 @@ import tensorflow as tf
 
 @functools.cache
 def _turn() -> tf.Variable:
-    """Return the variable that all nodes read and write."""
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.Variable(0, trainable=False, dtype=tf.int64, name="hvd_compress.turn")
 

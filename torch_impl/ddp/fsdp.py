@@ -187,7 +187,6 @@ class ShardedModule:
         self._flat = None
 
     def forget(self) -> None:
-        """Discard the gradients that are under way."""
         self._flat = self._partial = None
         self._before.clear()
 

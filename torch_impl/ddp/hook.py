@@ -69,7 +69,6 @@ class _Use:
         self.has_begun = self.was_looked_at = False
 
     def look(self) -> None:
-        """Warn at the first look at what nothing has come of."""
         if not self.was_looked_at:
             self.was_looked_at = True
             self.warn()

@@ -202,7 +202,6 @@ def _rounded(
 
 
 def _is_same(x: Any, y: Any) -> bool:
-    """Return whether flat arrays are the same memory."""
     if isinstance(x, np.ndarray):
         return isinstance(y, np.ndarray) and len(x) > 0 and x.ctypes.data == y.ctypes.data
     return x.data_ptr() == y.data_ptr()

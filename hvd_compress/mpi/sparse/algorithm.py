@@ -32,7 +32,6 @@ class EntryCount(NamedTuple):
         return self.n * (1 - (1 - self.k / self.n) ** ranks) if self.n else 0.0
 
     def message(self, ranks: int) -> float:
-        """Return the bytes of the sum of all ranks, given their number."""
         return min(self.pair * self.union(ranks), self.item * self.n)
 
 

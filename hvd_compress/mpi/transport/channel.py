@@ -89,7 +89,6 @@ def _pieces(array: Any, size: int) -> list[Any]:
 
 
 def nbytes(array: Any) -> int:
-    """Return the bytes of a NumPy array or a torch tensor."""
     return array.nbytes if isinstance(array, np.ndarray) else array.numel() * array.element_size()
 
 

@@ -43,7 +43,6 @@ def leave_elsewhere(comm: Any, text: str) -> None:
 
 
 def read(comm: Any) -> dict[int, str]:
-    """Return the last note of each rank that has left one on this communicator."""
     status, name = MPI.Status(), comm.handles.name
     while name and (found := comm.mpi.Improbe(MPI.ANY_SOURCE, comm.tags - _TAG, status)):
         note = np.empty(_BYTES, np.uint8)

@@ -99,7 +99,6 @@ class Serving:
         return self._link.bytes_received
 
     def _assemble(self) -> None:
-        """Take over what the link has received."""
         self.parameters = self._link.parameters
 
     @property
@@ -124,7 +123,6 @@ class Serving:
                 yield batch
 
     def _wait(self, *, until_end: bool) -> None:
-        """Wait for the server's reply, or for its last."""
         self.comm.check()
         link, is_missing, heard = self._link, not self.is_over, time.monotonic()
         while is_missing:
@@ -209,7 +207,6 @@ class Serving:
         self._finish()
 
     def _finish(self) -> None:
-        """Wait for the last parameters."""
         self._wait(until_end=True)
         self._assemble()
         found = self.stats()

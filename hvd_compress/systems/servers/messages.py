@@ -34,8 +34,6 @@ _CAUSES = "the ranks do not run the same version with the same options of the pa
 
 
 class MessageKind(enum.IntEnum):
-    """The kinds of messages."""
-
     # A gradient, from a worker; flag 1: its second part says which parameters have one
     PUSH = 1
     LEAVE = 2  # the worker sends no more; flag 1: because of an error
@@ -168,8 +166,6 @@ class ServerStats:
 
 
 class Reply(NamedTuple):
-    """A frame to a worker."""
-
     worker: int
     frame: np.ndarray
 

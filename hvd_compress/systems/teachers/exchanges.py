@@ -104,7 +104,6 @@ def _check(header: bytes, theirs: bytes, rank: int) -> None:
 
 
 def _look(message: bytes) -> tuple[int, str, tuple[int, ...]]:
-    """Return fingerprint, dtype and shape."""
     fingerprint, dtype, n = _HEADER.unpack_from(message)
     return fingerprint, _DTYPES[dtype], struct.unpack_from(f"<{n}q", message, _HEADER.size)
 
