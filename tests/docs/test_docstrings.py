@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -60,6 +61,18 @@ def test_every_class_has_an_example(page):
         if api.is_class(of) and not re.search(r"^\s*>>> ", api.documented(of), re.MULTILINE)
     }
     assert not without
+
+
+def test_docstrings_are_short():
+    """A page of the documentation has the rest."""
+    for folder in PACKAGES:
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+                    first = node.body[0]
+                    lines = first.end_lineno - first.lineno + 1
+                    most = 25 if isinstance(node, ast.ClassDef) else 30
+                    assert lines <= most, f"{file}: {node.name} has {lines}, at most {most}"
 
 
 def test_methods_begin_with_what_users_write():
