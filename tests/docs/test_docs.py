@@ -391,7 +391,11 @@ def said(folder: str) -> str:
 
 
 #: said by MPI
-OTHERS = {"MPI_Init_thread", "mpirun has detected an attempt to run as root"}
+OTHERS = {
+    "MPI_Init_thread",
+    "There are not enough slots available in the system",
+    "mpirun has detected an attempt to run as root",
+}
 
 
 def test_troubleshooting_quotes_what_is_said():
