@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_compress.advisor.shapes import Shapes, elements_of, sampled
-from hvd_compress.agreement import Terms
-from hvd_compress.base import Array
+from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import alone
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.errors import NeedsTuning
@@ -115,12 +114,10 @@ class _Exchange:
         self._barrier.abort()
 
 
-class _Engine:
+class _Engine(Engine):
     """An engine of one of several threads, which counts its messages and its processor's time."""
 
-    is_collective = False
-    sums_in_rank_order = True
-    reads_device = False
+    rank = size = 0
 
     def __init__(self, rank: int, size: int, meeting: _Exchange) -> None:
         self.rank, self.size, self._meeting = rank, size, meeting
@@ -161,18 +158,9 @@ class _Engine:
         results, self._results = self._results, {}
         return results
 
-    def poll(self) -> None:
-        pass
-
     def abandon(self) -> None:
         self._asking.clear()
         self._results.clear()
-
-    def agree(self, terms: Terms, like: Array, at_once: bool = False) -> None:
-        pass
-
-    def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
-        pass
 
 
 def measured(

@@ -7,31 +7,39 @@ the first round of an exchange and never waits for other ranks, so autograd hook
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any
 
 from hvd_compress.agreement import Terms
 from hvd_compress.base import Array
 
 
-class Engine(Protocol):
-    """Carries out exchanges, which are generators of requests, and returns their results."""
+class Engine(abc.ABC):
+    """Carries out exchanges, which are generators of requests, and returns their results.
+
+    A subclass has defaults that are right where nothing goes on by itself, and ranks are alike.
+    """
 
     #: making one is a collective, so its owners may compare at once what they are made for
-    is_collective: bool
+    is_collective: bool = False
     #: every element's sum is made in the order of the ranks, wherever in a bucket it is
-    sums_in_rank_order: bool
+    sums_in_rank_order: bool = True
 
     @property
+    @abc.abstractmethod
     def rank(self) -> int: ...
 
     @property
+    @abc.abstractmethod
     def size(self) -> int: ...
 
     @property
     def reads_device(self) -> bool:
         """Whether arrays of a GPU are sent from its memory, and arrive there."""
+        return False
 
+    @abc.abstractmethod
     def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
         """Submit the first round of an exchange.
 
@@ -41,10 +49,13 @@ class Engine(Protocol):
 
     def poll(self) -> None:
         """Move on what is in flight, without waiting."""
+        return
 
+    @abc.abstractmethod
     def finish(self) -> dict[str, Any]:
         """Wait for everything that was started; what the exchanges return, by name."""
 
+    @abc.abstractmethod
     def abandon(self) -> None:
         """Forget what is in flight, after a failure: exchanges are closed, and put back what they
         have changed already."""
@@ -58,6 +69,7 @@ class Engine(Protocol):
             at_once: that of this step does; else an engine may wait until that of the next one.
                 The same on all ranks.
         """
+        return
 
     def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Raise ``MismatchError`` if the ranks are known to describe this step's tensors in
@@ -68,3 +80,4 @@ class Engine(Protocol):
             planned: the ranks know which tensors make a bucket.
             like: as in :meth:`agree`.
         """
+        return

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 from hvd_compress.agreement import SAME_TENSORS, Comparing, Terms, agreement
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
+from hvd_compress.engines.base import Engine
 from hvd_compress.errors import MismatchError, PayloadError, UnsupportedError
 from hvd_compress.requests import (
     Alltoall,
@@ -30,7 +31,7 @@ from hvd_compress.requests import (
     Neighbors,
     Sum,
 )
-from hvd_compress.requests.base import LENGTH
+from hvd_compress.requests.base import LENGTH, cut_at
 
 
 class Op(NamedTuple):
@@ -62,13 +63,13 @@ class InFlight:
     replies: list[Any] = dataclasses.field(default_factory=list)
 
 
-class NamedEngine(Comparing, abc.ABC):
-    """Carries out exchanges by the named collectives of a library."""
+class NamedEngine(Comparing, Engine, abc.ABC):
+    """Carries out exchanges by the named collectives of a library, which makes progress in its own
+    threads."""
 
     #: ``_with_replies`` wants to know all that arrived, which takes memory until ``finish``
     keeps_replies: ClassVar[bool] = False
 
-    is_collective = False
     sums_in_rank_order: bool = False
     #: in front of all names, and unique among what is in flight
     prefix: str = "hvd_compress"
@@ -85,10 +86,6 @@ class NamedEngine(Comparing, abc.ABC):
     @property
     @abc.abstractmethod
     def size(self) -> int: ...
-
-    @property
-    def reads_device(self) -> bool:
-        return False
 
     @abc.abstractmethod
     def _launch(self, op: Op) -> Any:
@@ -125,10 +122,6 @@ class NamedEngine(Comparing, abc.ABC):
     def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
         """Submit the first round of an exchange."""
         self._in_flight[name] = self._submit(name, exchange)
-
-    def poll(self) -> None:
-        """Do nothing, since the library makes progress in its own threads."""
-        return
 
     def finish(self) -> dict[str, Any]:
         """Wait for all exchanges, and return their results by name."""
@@ -257,11 +250,7 @@ class NamedEngine(Comparing, abc.ABC):
         everything, received = yield op
         if request.equal_sizes:
             return self._split(mine, everything)
-        parts, start = [], 0
-        for rank in range(self.size):
-            parts.append(everything[start : start + received[rank]])
-            start += received[rank]
-        return parts
+        return cut_at(everything, [received[rank] for rank in range(self.size)])
 
     def _neighbors(self, request: Neighbors, name: str) -> Generator[Op, Any, list[Array]]:
         """An all-to-all with nothing for all other ranks, since libraries have no such collective
@@ -278,11 +267,8 @@ class NamedEngine(Comparing, abc.ABC):
         if equal:
             rows = xp.reshape(everything, (len(sources), size))
             return [rows[ascending.index(source)] for source in sources]
-        parts, start = {}, 0
-        for rank in ascending:
-            parts[rank] = everything[start : start + received[rank]]
-            start += received[rank]
-        return [parts[source] for source in sources]
+        parts = cut_at(everything, [received[rank] for rank in ascending])
+        return [parts[ascending.index(source)] for source in sources]
 
     def _broadcast(self, request: Broadcast, name: str) -> Generator[Op, Any, Array]:
         array = request.array

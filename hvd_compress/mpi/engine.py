@@ -22,6 +22,7 @@ from hvd_compress.agreement import SAME_TENSORS, Comparing, Terms, agreement
 from hvd_compress.backends import backend_of, numpy
 from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.base import Array, Sparse
+from hvd_compress.engines.base import Engine
 from hvd_compress.errors import MismatchError
 from hvd_compress.meetings.sparse_vectors import densify, give_back
 from hvd_compress.mpi.dense import ALGORITHMS
@@ -180,7 +181,7 @@ def _on_wire(xp: Any, array: Any, dtype: str) -> tuple[np.ndarray, bool]:
     return xp.to_numpy(cast).reshape(-1), cast is not array
 
 
-class MpiEngine(Comparing):
+class MpiEngine(Comparing, Engine):
     """Carries out exchanges over a communicator.
 
     Making one duplicates the communicator, which is a collective.  :meth:`close` frees the
@@ -197,8 +198,7 @@ class MpiEngine(Comparing):
     """
 
     is_collective = True
-    sums_in_rank_order = True
-    reads_device = False
+    rank, size = 0, 1
 
     def __init__(
         self, comm: MPI.Comm | Communicator | None = None, *, predivide: float = 1.0

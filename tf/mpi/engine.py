@@ -7,14 +7,12 @@ are added in the order of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.agreement import Terms
-from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
 from hvd_compress.mpi.process_sets import ProcessSet
 from hvd_compress.requests import Collective, Dense
@@ -24,18 +22,16 @@ from . import collectives
 from .nodes import node
 
 
-class MpiGraphEngine:
+class MpiGraphEngine(Engine):
     """Requests become nodes of the graph, one for each request of a bucket.
+
+    The graph has compared the ranks, and cannot wait while it is traced.
 
     Args:
         process_set: the ranks; this one is among them.
         predivide: arrays are divided by it before they are added, and sums multiplied by it.
         agreed: a scalar that is true as soon as requests may be carried out; ``None``: at once.
     """
-
-    is_collective = False
-    sums_in_rank_order = True
-    reads_device = False
 
     def __init__(
         self, process_set: ProcessSet, predivide: float = 1.0, agreed: tf.Tensor | None = None
@@ -55,18 +51,9 @@ class MpiGraphEngine:
     def size(self) -> int:
         return self._set.size()
 
-    def agree(self, terms: Terms, like: Any, at_once: bool = False) -> None:
-        """Do nothing, since the graph has compared everything."""
-
-    def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
-        """Do nothing, since a graph cannot wait while it is traced."""
-
     def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
         self._under_way[name] = exchange
         self._advance(name)
-
-    def poll(self) -> None:
-        pass
 
     def finish(self) -> dict[str, Any]:
         while self._under_way:  # a round of each in turn: one is compressed while another is sent
