@@ -18,8 +18,8 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -113,34 +113,14 @@ def _aligned(array: np.ndarray, n: int) -> np.ndarray:
     return array[start : start + n]
 
 
-class PlanOfSymbols(Protocol):
-    """The plan of a bucket as a graph knows it: all but ``requests`` is as in
-    :class:`hvd_compress.base.Plan`.
-
-    Attributes:
-        keys: of the states that are used.
-        requests: of an exchange in host memory, in their turn, with arrays like those that will be
-            sent.
-        writes_states: new states take the place of the old ones.
-    """
-
-    form: Any
-    keys: tuple[str, ...]
-    names: Any
-    shapes: Any
-    weights: Any
-    counts: Any
-    requests: Sequence[Collective]
-    writes_states: ClassVar[bool]
-
-
 def exchange_on_host(
-    plan: PlanOfSymbols, tensors: Tensors, step: Context
+    plan: Any, tensors: Tensors, step: Context
 ) -> Generator[Request, Any, Averages]:
     """Run the exchange of a bucket of symbols, whose gradients are float32.
 
     Args:
-        plan: that of the symbols; it says what is requested, and has no other use.
+        plan: that of the symbols, a :class:`hvd_compress.fused.in_place.InPlacePlan`; it says what
+            is requested, and has no other use.
         tensors, step: see :class:`hvd_compress.base.Plan`.
     """
     assert tensors.flat is not None
@@ -169,7 +149,7 @@ def exchange_on_host(
 class _Calls:
     """The functions that a graph calls; it keeps them for ever, so there is no symbol in them."""
 
-    def __init__(self, plan: PlanOfSymbols, tensors: Tensors, step: Context) -> None:
+    def __init__(self, plan: Any, tensors: Tensors, step: Context) -> None:
         self._form, self._keys, self._momenta = plan.form, plan.keys, tensors.momenta
         self.bucket_of = "\n".join(["", *plan.names])
         self._copies, self._counts_too = plan.writes_states, None in plan.counts
