@@ -10,7 +10,9 @@ same for these in fewer passes.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Generator, Hashable, Sequence
 from typing import Any, ClassVar
@@ -22,7 +24,14 @@ from hvd_compress.base import Context, Sparse, Spec
 from hvd_compress.codecs import logarithmic
 from hvd_compress.fused.in_place import Arrays
 from hvd_compress.fused.stages import StagedForm, StagedPlan
-from hvd_compress.fused.top_k import finite_of, gather_of, merged, message_of, part_of, scattered
+from hvd_compress.fused.top_k import (
+    Entries,
+    finite_of,
+    gather_of,
+    merged,
+    message_of,
+    part_of,
+)
 from hvd_compress.kernels import Column, Selection, Steps
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators import Selector, top_k
@@ -62,7 +71,53 @@ class FusedElements(StagedForm):
         return ElementsPlan(self, specs, key, step)
 
 
-class ElementsPlan(StagedPlan):
+class SomePlan(StagedPlan):
+    """The plan of a bucket of whose tensors some elements are sent."""
+
+    @abc.abstractmethod
+    def pick(self, i: int, x: np.ndarray, its: Context) -> tuple[np.ndarray, np.ndarray]:
+        """Return places and values of the elements of tensor ``i`` that are sent, given what is
+        passed on of it.  If that is not finite, neither are the values, whatever is picked."""
+
+    def picked(self, arrays: Arrays, step: Context) -> tuple[Sequence[np.ndarray], ...]:
+        """Return places and values of the elements that are sent, of each tensor."""
+        begin_phase("search")
+        found, longest = [], max(self.sizes)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for i, n in enumerate(self.sizes):
+                its = arrays.context(step, i)._replace(name=self.names[i])
+                x = self.passed_on(arrays.views, i, slice(0, n), its, longest)
+                found.append(self.pick(i, x, its))
+        return tuple(zip(*found, strict=True))
+
+    def settle_all(
+        self,
+        arrays: Arrays,
+        step: Context,
+        places: Sequence[np.ndarray],
+        sent: np.ndarray,
+        finite: Sequence[bool] | np.ndarray,
+        means: Sequence[Entries],
+    ) -> None:
+        """Write averages and states, given what was sent at these places, end to end, and the
+        elements of each average."""
+        own = np.split(sent, np.cumsum([at.size for at in places])[:-1])
+        rows = zip(self.sizes, places, own, finite, means, strict=True)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for i, (n, at, what, fine, mean) in enumerate(rows):
+                self.settle(
+                    *(arrays.views, i, slice(0, n), arrays.context(step, i)),
+                    *(Sparse(at, what) if fine else None, functools.partial(_scatter, *mean)),
+                )
+
+
+def _scatter(places: np.ndarray, values: np.ndarray, out: np.ndarray) -> None:
+    """Write an array with these elements, and zeros elsewhere."""
+    out.fill(0)
+    out[places] = values
+
+
+class ElementsPlan(SomePlan):
     form: FusedElements
 
     def __init__(
@@ -77,49 +132,27 @@ class ElementsPlan(StagedPlan):
             self._selections = [Selection([n], [k]) for n, k in pairs]
         self._message = message_of(form.values, form.indices, sum(self.sizes), self.counts)
         self.requests = [gather_of(self._message)]
-        self._starts, self._longest = np.cumsum([0, *self.sizes[:-1]]), max(self.sizes)
+        self._starts = np.cumsum([0, *self.sizes[:-1]])
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, np.ndarray]:
-        begin_phase("search")
-        places, values = zip(*self._selected(arrays, step), strict=True)
+        places, values = self.picked(arrays, step)
         begin_phase("encode")
-        indices = np.concatenate(
-            [start + at for start, at in zip(self._starts, places, strict=True)]
-        )
-        frame, sent = self._message.encode(indices, np.concatenate(values))
+        indices = [start + at for start, at in zip(self._starts, places, strict=True)]
+        frame, sent = self._message.encode(np.concatenate(indices), np.concatenate(values))
         frames = yield self.requests[0].carrying([frame])
         begin_phase("add_up")
-        with np.errstate(over="ignore", invalid="ignore"):
-            theirs = [
-                self._message.decode(frame, f"rank {rank}") for rank, frame in enumerate(frames)
-            ]
-            finite, views = finite_of(self.sizes, theirs), arrays.views
-            counts = [at.size for at in places]
-            arrays.counts = counts if None in self.counts else None
-            parts = np.split(sent, np.cumsum(counts)[:-1])
-            own = [Sparse(at, what) for at, what in zip(places, parts, strict=True)]
-            for i, mean in enumerate(merged(self.sizes, theirs)):
-                self.settle(
-                    *(views, i, slice(0, self.sizes[i]), arrays.context(step, i)),
-                    *(own[i] if finite[i] else None, scattered(*mean)),
-                )
+        theirs = [self._message.decode(frame, f"rank {rank}") for rank, frame in enumerate(frames)]
+        finite = finite_of(self.sizes, theirs)
+        arrays.counts = [at.size for at in places] if None in self.counts else None
+        self.settle_all(arrays, step, places, sent, finite, merged(self.sizes, theirs))
         return finite
 
-    def _selected(self, arrays: Arrays, step: Context) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return places and values of the elements that are sent, of each tensor."""
-        views, found = arrays.views, []
-        with np.errstate(over="ignore", invalid="ignore"):
-            for i, n in enumerate(self.sizes):
-                its = arrays.context(step, i)._replace(name=self.names[i])
-                x = self.passed_on(views, i, slice(0, n), its, self._longest)
-                if self._selections:
-                    found.append(self._selections[i].select(Steps(Column([x])))[:2])
-                else:
-                    if not all_finite(x):  # which the others must see, whatever is selected
-                        x = np.full_like(x, np.nan)
-                    at = self.form.select.select(x, self.counts[i], its)
-                    found.append((at, x[at]))
-        return found
+    def pick(self, i: int, x: np.ndarray, its: Context) -> tuple[np.ndarray, np.ndarray]:
+        if self._selections:
+            return self._selections[i].select(Steps(Column([x])))[:2]
+        x = x if all_finite(x) else np.full_like(x, np.nan)
+        at = self.form.select.select(x, self.counts[i], its)
+        return at, x[at]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,7 +179,7 @@ class FusedDrawn(StagedForm):
         return DrawnPlan(self, specs, key, step)
 
 
-class DrawnPlan(StagedPlan):
+class DrawnPlan(SomePlan):
     form: FusedDrawn
 
     def __init__(
@@ -155,47 +188,21 @@ class DrawnPlan(StagedPlan):
         super().__init__(form, specs, key, step)
         self._values = np.empty(sum(self.weights), np.float32)
         self.requests = [Sum(self._values, form.wire, form.algorithm)]
-        self._longest = max(self.sizes)
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, list[bool]]:
-        form = self.form
-        begin_phase("search")
-        places = [
-            form.select.draw(n, k, shared_generator(step._replace(name=name)))
-            for name, n, k in zip(self.names, self.sizes, self.weights, strict=True)
-        ]
+        places, values = self.picked(arrays, step)
         begin_phase("encode")
-        self._encode(arrays, places, step)
+        np.concatenate(values, out=self._values)
         total = yield self.requests[0]
         begin_phase("add_up")
         with np.errstate(over="ignore", invalid="ignore"):
-            mean = total / np.float32(self.size)
-            return self._settle(arrays, places, mean, step)
-
-    def _by_tensor(self, values: np.ndarray) -> list[np.ndarray]:
-        return np.split(values, np.cumsum(self.weights)[:-1])
-
-    def _encode(self, arrays: Arrays, places: list[np.ndarray], step: Context) -> None:
-        views, values = arrays.views, self._by_tensor(self._values)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for i, (n, at, out) in enumerate(zip(self.sizes, places, values, strict=True)):
-                its = arrays.context(step, i)
-                x = self.passed_on(views, i, slice(0, n), its, self._longest)
-                # Whatever is drawn, the others must see that this step is not finite.
-                out[:] = x[at] if all_finite(x) else np.nan
-                if self.form.unbiased:
-                    out *= np.float32(n / at.size)
-
-    def _settle(
-        self, arrays: Arrays, places: list[np.ndarray], mean: np.ndarray, step: Context
-    ) -> list[bool]:
-        """Write averages and states; return of which tensors they are finite."""
-        views, finite = arrays.views, []
-        values = self._by_tensor(numpy.round_to(self._values, self.form.wire))
-        for i, (at, its_mean) in enumerate(zip(places, self._by_tensor(mean), strict=True)):
-            finite.append(bool(np.isfinite(its_mean).all()))
-            self.settle(
-                *(views, i, slice(0, self.sizes[i]), arrays.context(step, i)),
-                *(Sparse(at, values[i]) if finite[i] else None, scattered(at, its_mean)),
-            )
+            mean = np.split(total / np.float32(self.size), np.cumsum(self.weights)[:-1])
+        finite = [bool(np.isfinite(x).all()) for x in mean]
+        sent, pairs = numpy.round_to(self._values, self.form.wire), zip(places, mean, strict=True)
+        self.settle_all(arrays, step, places, sent, finite, [*pairs])
         return finite
+
+    def pick(self, i: int, x: np.ndarray, its: Context) -> tuple[np.ndarray, np.ndarray]:
+        at = self.form.select.draw(x.size, self.weights[i], shared_generator(its))
+        values = x[at] if all_finite(x) else np.full(at.size, np.nan, np.float32)
+        return at, values * np.float32(x.size / at.size) if self.form.unbiased else values

@@ -17,9 +17,8 @@ arrives (:class:`TopKOnDevice`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -347,16 +346,6 @@ def merged(sizes: Sequence[int], theirs: Sequence[Entries]) -> list[Entries]:
     cuts = np.searchsorted(places, bounds)
     rows = zip(bounds, cuts, cuts[1:], strict=False)
     return [(places[a:b] - start, mean[a:b]) for start, a, b in rows]
-
-
-def scattered(places: np.ndarray, values: np.ndarray) -> Callable[[np.ndarray], None]:
-    """Return what writes an array with these elements, and zeros elsewhere."""
-    return functools.partial(_scatter, places, values)
-
-
-def _scatter(places: np.ndarray, values: np.ndarray, out: np.ndarray) -> None:
-    out.fill(0)
-    out[places] = values
 
 
 def part_of(select: Selector, values: str | logarithmic, context: Context) -> int | None:
