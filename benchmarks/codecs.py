@@ -87,7 +87,8 @@ def row(name: str, codec: codecs.Codec, x: np.ndarray, pool: np.ndarray) -> None
 def on_gpu(device: str) -> None:
     import torch
 
-    from hvd_compress.torch.triton.codecs import placed
+    from hvd_compress.torch.triton import codec_kernels as kernels
+    from hvd_compress.torch.triton.codecs import Codes
 
     def timed(function: Callable[..., Any], *arguments: Any) -> float:
         def call() -> None:
@@ -96,6 +97,14 @@ def on_gpu(device: str) -> None:
 
         torch.cuda.synchronize()
         return milliseconds(call)
+
+    def encode(codes: Codes, x: Any, random: np.random.Generator) -> None:
+        codes.encode(x, [random], on_device)
+        code.copy_(on_device)
+
+    def decode(codes: Codes, how: Any) -> None:
+        on_device.copy_(code)
+        codes.read(on_device, out, how)
 
     def through_host(
         codec: codecs.Codec, x: Any, random: np.random.Generator, code: np.ndarray, out: Any
@@ -110,22 +119,24 @@ def on_gpu(device: str) -> None:
     print(f"{n:,} float32 ({4 * n / 1e6:.0f} MB), {torch.cuda.get_device_name()}; ms")
     print(f"{'':20}{'bits':>7}{'encode':>10}{'decode':>10}{'add':>10}{'on the host':>14}")
     for name, codec in CODECS.items():
-        code = np.zeros(codec.size(n, np.dtype("float32")), np.uint8)
-        coder, times = placed(codec, out), []
+        size = codec.size(n, np.dtype("float32"))
+        code = torch.zeros(size + -size % 4, dtype=torch.uint8, pin_memory=True)
+        on_device, its_code = code.to(device), code[:size].numpy()
+        codes, times = Codes([codec], [slice(0, n)], out, [0]), []
         for step in range(options.rounds + 1):
             x, random = pool[step * 1000 :][:n].clone(), own_generator(Context(step=step))
             times.append(
                 (
-                    timed(coder.put, x, random, code),
-                    timed(coder.decode_to, code, out),
-                    timed(coder.decode_to, code, out, True),
-                    timed(through_host, codec, x, random, code, out),
+                    timed(encode, codes, x, random),
+                    timed(decode, codes, kernels.WRITE),
+                    timed(decode, codes, kernels.ADD),
+                    timed(through_host, codec, x, random, its_code, out),
                 )
             )
         # In the first round kernels are compiled.
         found = [statistics.median(own) for own in zip(*times[1:], strict=True)]
         cells = "".join(f"{own:10.2f}" for own in found[:3])
-        print(f"{name:20}{code.size / n * 8:7.2f}{cells}{found[3]:14.2f}", flush=True)
+        print(f"{name:20}{size / n * 8:7.2f}{cells}{found[3]:14.2f}", flush=True)
 
 
 def main() -> None:

@@ -3,47 +3,16 @@
 from __future__ import annotations
 
 import abc
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from hvd_compress.backends import Output, backend_of
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.kernels import is_compiled, loops_of
+from hvd_compress.kernels import is_compiled
 from hvd_compress.kernels.codecs import Loops, all_finite, as_loops_take
 from hvd_compress.operators.base import Classes
-
-Array = Any
-
-
-class Coder(Protocol):
-    """A maker and reader of the bytes of a codec, whose ``repr`` it has.
-
-    It is the codec itself for NumPy arrays, or loops for arrays in a device's memory, see
-    :func:`coded`.  Bytes are in host memory either way.
-    """
-
-    def size(self, n: int, dtype: np.dtype) -> int:
-        """See :class:`Codec`."""
-
-    def zeros(self, n: int, dtype: np.dtype) -> Array:
-        """Return an array for decoded values."""
-
-    def put(
-        self, x: Array, random: np.random.Generator, out: np.ndarray, sent: Array | None = None
-    ) -> bool:
-        """Write the bytes of a flat ``x`` to ``out``, and the values that they decode to into
-        ``sent``.
-
-        If ``x`` has a NaN or Inf, and the codec does not take these, draw nothing and return False;
-        ``out`` is as it was then.
-        """
-
-    def decode_to(self, code: np.ndarray, out: Array, add: bool = False) -> None:
-        """See :class:`Codec`."""
 
 
 class Bound(NamedTuple):
@@ -59,8 +28,8 @@ class Codec(Configurable, abc.ABC, kind="block"):
     Codecs work on NumPy arrays, flat, float32 or float64, in host memory: one implementation gives
     the same bits under every framework.  ``encode`` and ``decode`` define a code in NumPy.  If
     there are compiled loops, the other methods do the same in one pass, without arrays in between.
-    A device array is copied once each way, unless there are loops for the device
-    (:class:`Coder`).  All of them have the same bits.
+    A device array is copied once each way; whole buckets have loops for a GPU
+    (:mod:`hvd_compress.fused.coded_plan`).  All of them have the same bits.
 
     Subclasses are frozen dataclasses: options are fields.
 
@@ -215,9 +184,6 @@ class Codec(Configurable, abc.ABC, kind="block"):
             return None
         return self._loops
 
-    def zeros(self, n: int, dtype: np.dtype) -> np.ndarray:
-        return np.zeros(n, dtype)
-
     def put(
         self,
         x: np.ndarray,
@@ -225,6 +191,12 @@ class Codec(Configurable, abc.ABC, kind="block"):
         out: np.ndarray,
         sent: np.ndarray | None = None,
     ) -> bool:
+        """Write the bytes of a flat ``x`` to ``out``, and the values that they decode to into
+        ``sent``.
+
+        If ``x`` has a NaN or Inf, and the codec does not take these, draw nothing and return False;
+        ``out`` is as it was then.
+        """
         if not self.takes_non_finite and not all_finite(x):
             return False
         self.encode_to(x, random, out)
@@ -251,33 +223,3 @@ class Codec(Configurable, abc.ABC, kind="block"):
     def bits_per_element(self, d: int) -> float:
         """Return the bits on the wire per element of an array of ``d`` float32."""
         return 8 * self.size(d, np.dtype(np.float32)) / d
-
-
-def coded(
-    codec: Codec,
-    function: Callable[..., Sequence[Any]],
-    inputs: Sequence[Any],
-    outputs: Sequence[Output],
-    like: Array,
-) -> list[Array]:
-    """Call ``function`` with a :class:`~hvd_compress.codecs.base.Coder` and ``inputs``.
-
-    If there are loops of ``codec`` for the memory that ``like`` is in, it gets arrays as they are.
-    Otherwise it runs on the host, as in ``Backend.on_host``.  Bytes (uint8) are messages:
-    ``function`` takes and returns them as NumPy arrays, and they stay in host memory.
-    """
-    xp = backend_of(like)
-    loops = loops_of(like)
-    coder: Coder | None = None if loops is None else loops.placed(codec, like)
-    if coder is None:
-        return xp.on_host(functools.partial(function, codec), inputs, outputs, like)
-    arrays = [_bytes_to_numpy(x) for x in inputs]
-    results = function(coder, *arrays)
-    return [xp.from_numpy(x, None) if isinstance(x, np.ndarray) else x for x in results]
-
-
-def _bytes_to_numpy(x: Any) -> Any:
-    if isinstance(x, int):
-        return x
-    xp = backend_of(x)
-    return xp.to_numpy(x) if xp.dtype(x) == "uint8" else x

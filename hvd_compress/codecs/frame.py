@@ -10,8 +10,7 @@ import zlib
 
 import numpy as np
 
-from hvd_compress.backends import backend_of
-from hvd_compress.codecs.base import Array, Coder
+from hvd_compress.codecs.base import Codec
 from hvd_compress.wire.frame import (
     VALUES,
     best_parameter,
@@ -28,7 +27,7 @@ _NOT_FINITE, _PACKED = 1, 2
 
 
 def coded_size(
-    codec: Coder, count: int, dtype: np.dtype, n: int | None = None, row: int = 1
+    codec: Codec, count: int, dtype: np.dtype, n: int | None = None, row: int = 1
 ) -> int:
     """Return the bytes of a frame of ``count`` values.
 
@@ -41,15 +40,15 @@ def coded_size(
 
 
 def encode_coded(
-    codec: Coder,
-    x: Array,
+    codec: Codec,
+    x: np.ndarray,
     random: np.random.Generator,
     indices: np.ndarray | None = None,
     n: int | None = None,
     *,
     packed: bool = False,
     row: int = 1,
-    sent: Array | None = None,
+    sent: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return a frame (1-D, uint8) of the flat ``x`` (float32 or float64).
 
@@ -59,10 +58,9 @@ def encode_coded(
         packed: pack indices if that is shorter.
         sent: the values that are read from the frame are written here, if it is given.
     """
-    xp = backend_of(x)
-    count, dtype = xp.size(x), np.dtype(xp.dtype(x))
+    count, dtype = x.size, x.dtype
     size, status = coded_size(codec, count, dtype, n, row), 0
-    own: Array = np.zeros(0, np.uint8)
+    own = np.zeros(0, np.uint8)
     if indices is not None and n is not None:
         own = indices.astype(f"<{np.dtype(index_dtype(n)).str[1:]}").view(np.uint8)
         if packed and (short := _packed(indices, n)) is not None:
@@ -80,23 +78,22 @@ def encode_coded(
 
 
 def encode_sent(
-    codec: Coder,
-    x: Array,
+    codec: Codec,
+    x: np.ndarray,
     random: np.random.Generator,
     indices: np.ndarray | None = None,
     n: int | None = None,
     *,
     packed: bool = False,
     row: int = 1,
-) -> tuple[np.ndarray, Array]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the frame of :func:`encode_coded`, and the values that are read from it."""
-    xp = backend_of(x)
-    sent = codec.zeros(xp.size(x), np.dtype(xp.dtype(x)))
+    sent = np.zeros(x.size, x.dtype.name)
     return encode_coded(codec, x, random, indices, n, packed=packed, row=row, sent=sent), sent
 
 
 def decode_coded(
-    codec: Coder,
+    codec: Codec,
     frame: np.ndarray,
     count: int | None,
     dtype: np.dtype,
@@ -104,9 +101,9 @@ def decode_coded(
     *,
     row: int = 1,
     sender: str = "a rank",
-    out: Array | None = None,
+    out: np.ndarray | None = None,
     add: bool = False,
-) -> tuple[np.ndarray | None, Array]:
+) -> tuple[np.ndarray | None, np.ndarray]:
     """``(indices, values)``; indices are ``None`` unless ``n`` is given, and all values are NaN if
     one of the sender's was not finite.  ``count`` is ``None`` if only the sender knows it; ``row``
     values have one index.  Values are written to ``out`` (1-D, contiguous, of ``dtype``) if that is
@@ -139,7 +136,7 @@ def decode_coded(
             code = frame[START:start]
             indices = unpack(code, count // row, n) if packed else plain_indices(code, n)
             indices = indices.astype(index_dtype(n), copy=False)
-        values = codec.zeros(count, dtype) if out is None else out
+        values = np.zeros(count, dtype) if out is None else out
         if status & _NOT_FINITE:
             values[:] = np.nan
         else:
@@ -161,6 +158,6 @@ def _packed(indices: np.ndarray, n: int) -> np.ndarray | None:
     return code
 
 
-def _header(codec: Coder, count: int, dtype: np.dtype, status: int) -> Header:
+def _header(codec: Codec, count: int, dtype: np.dtype, status: int) -> Header:
     tag = zlib.crc32(repr(codec).encode()) & 0xFFFF
     return Header(Kind.CODED, VALUES[dtype.name], status, tag, count)

@@ -6,15 +6,14 @@ and loops take its arrays, a tensor has a place in the plan of its bucket
 one addition.
 """
 
-from hvd_compress.fused.coded import FusedAllgather, FusedAlltoall
+from hvd_compress.fused.coded import FusedCodes
 from hvd_compress.fused.dense import FusedSum
 from hvd_compress.fused.elements import FusedDrawn, FusedElements
 from hvd_compress.fused.low_rank import FusedLowRank
 from hvd_compress.fused.top_k import FusedTopK, dense_is_less
 
 __all__ = [
-    "FusedAllgather",
-    "FusedAlltoall",
+    "FusedCodes",
     "FusedDrawn",
     "FusedElements",
     "FusedLowRank",

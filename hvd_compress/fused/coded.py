@@ -18,12 +18,12 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Spec
+from hvd_compress.base import Array, Context, Place, Spec
 from hvd_compress.codecs import Codec
 from hvd_compress.fused.coded_plan import (
     FINE,
@@ -35,11 +35,15 @@ from hvd_compress.fused.coded_plan import (
     Run,
     decoding,
 )
-from hvd_compress.fused.in_place import Arrays, Views, is_on_host, overlap, room
+from hvd_compress.fused.in_place import Arrays, is_on_host, overlap, room
 from hvd_compress.fused.stages import Sent, StagedForm
 from hvd_compress.kernels import loops_of, threads
 from hvd_compress.requests import Alltoall, Gather, Request
 from hvd_compress.times import begin_phase
+
+#: residuals of tensors whose new ones are in their places already, and where the old ones are:
+#: most often in the place of the gradients
+Fed: TypeAlias = dict[int, list[tuple[np.ndarray, np.ndarray]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,11 +52,27 @@ class FusedCodes(StagedForm):
 
     Attributes:
         codec: of all values.
+        is_whole: every rank gets the codes of all tensors, and adds them up in the order of the
+            ranks.  Otherwise it adds up one shard of each, and codes what comes out.
     """
 
+    takes_halves: ClassVar[bool] = True
+
     codec: Codec
-    #: whether each tensor is one run of elements for its codec
-    is_whole: ClassVar[bool]
+    is_whole: bool
+
+    def place(self, gradient: Array, context: Context) -> Place | None:
+        """Take half precisions on a device, those of a dtype together."""
+        dtype = backend_of(gradient).dtype(gradient)
+        is_wide = dtype == "float32"
+        if not is_wide and (self.stages.finishes or is_on_host(gradient)):
+            return None
+        place = super().place(gradient, context)
+        if place is None or is_wide:
+            return place
+        if is_on_host(place.x):
+            return None
+        return place._replace(key=(place.key, dtype), kind="joint work on GPUs")
 
     def weight(self, context: Context) -> int:
         return math.prod(context.shape)
@@ -68,19 +88,7 @@ class FusedCodes(StagedForm):
 
     def plan(self, specs: Sequence[Spec], key: Hashable, step: Context) -> CodedPlan:
         plan = CodedOnHost if is_on_host(specs[0].x) else CodedOnDevice
-        return plan(self, specs, key, step, self.codec, self.is_whole)
-
-
-class FusedAlltoall(FusedCodes):
-    """Every rank adds up one shard of each tensor, and codes what comes out."""
-
-    is_whole = False
-
-
-class FusedAllgather(FusedCodes):
-    """Every rank gets the codes of all, and adds them up in the order of the ranks."""
-
-    is_whole = True
+        return plan(self, specs, key, step)
 
 
 class CodedOnHost(CodedPlan):
@@ -94,10 +102,8 @@ class CodedOnHost(CodedPlan):
         left: memory for what these codes leave out.
     """
 
-    def __init__(
-        self, form: Any, specs: Sequence[Spec], key: Hashable, step: Context, *which: Any
-    ) -> None:
-        super().__init__(form, specs, key, step, *which)
+    def __init__(self, form: Any, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+        super().__init__(form, specs, key, step)
         self.bound = [codec.bound() for codec in self.codecs]
         self.longest = max(run.size for run in self.runs)
         self._frames = [np.zeros(message.size, np.uint8) for message in self.messages]
@@ -113,214 +119,166 @@ class CodedOnHost(CodedPlan):
 
     def meet(self, arrays: Arrays, step: Context) -> Generator[Request, Any, list[bool]]:
         begin_phase("encode")
-        work = StepOnHost(self, arrays, step)
+        fed: Fed = {}
         try:
             if not self.is_whole:
                 self.look(arrays.states[OWNED])
-            self._encode(work)
+            self._encode(arrays, step, fed)
             replies = yield self.requests[0]
             if not self.is_whole:
                 begin_phase("add_up")
-                self._add_up(work, replies)
+                self._add_up(arrays, step, replies)
                 replies = yield self.requests[1]
             begin_phase("add_up")
-            return self._settle(work, replies)
-        except BaseException:  # also of who gives the exchange up
-            work.undo()
-            raise
+            with decoding():
+                return self._settle(arrays, step, fed, *self._arrived(replies))
+        finally:  # of an exchange that fails or is given up, whose tensors are not settled
+            _put_back(fed, [*fed])
 
-    def _encode(self, work: StepOnHost) -> None:
-        bad = set[int]()
-        for run, code, is_fine in zip(self.runs, self.codes, work.encode(), strict=True):
-            if not is_fine:
-                code[:] = 0
-                bad.add(run.tensor)
+    @property
+    def _feeds(self) -> bool:
+        """Whether residuals become the new ones in the pass that codes them."""
+        return self.form.stages.only_feeds_back and not self.foreign
+
+    def _encode(self, arrays: Arrays, step: Context, fed: Fed) -> None:
+        views, n, feeds, bad = arrays.views, threads(), self._feeds, set[int]()
+        kept = views.out
+        if feeds and overlap(arrays.columns[1]):  # what is kept of one would be another's gradient
+            kept = [np.empty_like(x) for x in kept]
+        with np.errstate(over="ignore", invalid="ignore"):
+            each = zip(self.runs, self.codes, self.randoms(self.runs, step), strict=True)
+            for (i, own, _), code, random in each:
+                if not feeds:
+                    x = self.passed_on(views, i, own, arrays.context(step, i), self.longest)
+                    if i in self.foreign:
+                        x = x + self.foreign[i][own]
+                    is_fine = self.codecs[i].put(x, random, code)
+                else:
+                    left, old = views.states["residual"][i][own], kept[i][own]
+                    x, feed = views.x[i][own], self.bound[i].feed
+                    is_fine, _ = feed(left, x, old, [], random, left, code, n)
+                    fed.setdefault(i, []).append((left, old))
+                if not is_fine:
+                    code[:] = 0
+                    bad.add(i)
         for message, frame in zip(self.messages, self._frames, strict=True):
             flags = message.flags(frame)
             flags[:] = FINE
             flags[[*bad]] = NOT_FINITE  # nobody shall take the rest of such a tensor for the whole
             message.seal(frame)
 
-    def _add_up(self, work: StepOnHost, frames: Sequence[np.ndarray]) -> None:
+    def _add_up(self, arrays: Arrays, step: Context, frames: Sequence[np.ndarray]) -> None:
         """Write the message of the sums of the rank's own shards."""
         message, reply = self.messages[self.rank], self.replies[self.rank]
         theirs = [message.opened(frame, rank) for rank, frame in enumerate(frames)]
         is_bad = np.any(np.equal(theirs, NOT_FINITE), axis=0).tolist()
-        codes = [list(map(operator.itemgetter(message.codes[i]), frames)) for i, _, _ in self.mine]
-        flags = reply.flags(self._reply)
+        flags, n = reply.flags(self._reply), threads()
         flags[:] = FINE
-        with decoding():
-            found = work.add_up(codes, [not is_bad[run.tensor] for run in self.mine])
-        for (i, _, _), code, (is_fine, is_left) in zip(self.mine, self.sums, found, strict=True):
-            if is_bad[i] or not is_fine:
-                code[:] = 0
-                flags[i] = NOT_FINITE
-            elif not is_left:
-                flags[i] = OVERFLOWS
+        randoms, sums = self.randoms(self.mine, step, 1), (self.left, self.sums)
+        rows = zip(self.mine, self._owned(arrays), randoms, *sums, strict=True)
+        with decoding(), np.errstate(over="ignore", invalid="ignore"):
+            for (i, _, _), base, random, left, code in rows:
+                is_fine = is_left = False
+                if not is_bad[i]:
+                    codes = list(map(operator.itemgetter(message.codes[i]), frames))
+                    feed = self.bound[i].feed
+                    is_fine, is_left = feed(base, None, None, codes, random, left, code, n)
+                if not is_fine:
+                    code[:] = 0
+                    flags[i] = NOT_FINITE
+                elif not is_left:
+                    flags[i] = OVERFLOWS
         reply.seal(self._reply)
 
-    def _settle(self, work: StepOnHost, frames: Sequence[np.ndarray]) -> list[bool]:
-        """Write averages and states; return of which tensors these are new."""
-        if self.is_whole:
-            (message,) = self.messages
-            flags = np.array([message.opened(x, rank) for rank, x in enumerate(frames)])
-            finite = ~np.any(flags == NOT_FINITE, axis=0)
-            codes = [
-                list(map(operator.itemgetter(message.codes[i]), frames)) for i, _, _ in self.runs
-            ]
-            known = finite.tolist()
-        else:
-            pairs = enumerate(zip(self.replies, frames, strict=True))
-            flags = np.array([reply.opened(x, rank) for rank, (reply, x) in pairs])
-            finite = ~np.any(flags, axis=0)
+    def _owned(self, arrays: Arrays) -> list[np.ndarray]:
+        """Return the rank's own shards of what owners have left out, views."""
+        return [arrays.views.states[OWNED][i][own] for i, own, _ in self.mine]
+
+    def _arrived(
+        self, frames: Sequence[np.ndarray]
+    ) -> tuple[list[list[np.ndarray]], list[bool], list[bool]]:
+        """Return the code of each run's sum, or those of all ranks; and whether these mean numbers.
+        The third list says of each tensor whether all its codes do."""
+        layouts = self.messages * self.size if self.is_whole else self.replies
+        pairs = enumerate(zip(layouts, frames, strict=True))
+        flags = np.array([layout.opened(x, rank) for rank, (layout, x) in pairs])
+        if not self.is_whole:
             codes = [[frames[r][self.replies[r].codes[i]]] for i, _, r in self.runs]
             known = [flags[r, i] != NOT_FINITE for i, _, r in self.runs]
-        with decoding():
-            return work.settle(codes, known, finite.tolist())
+            return codes, known, (~np.any(flags, axis=0)).tolist()
+        finite = (~np.any(flags == NOT_FINITE, axis=0)).tolist()
+        places = [operator.itemgetter(layouts[0].codes[i]) for i, _, _ in self.runs]
+        return [list(map(place, frames)) for place in places], finite, [*finite]
 
-
-class StepOnHost:
-    """The numbers of a bucket in one step, as of :meth:`CodedOnHost.meet`."""
-
-    def __init__(self, plan: CodedOnHost, arrays: Arrays, step: Context) -> None:
-        self.plan, self.arrays, self.step = plan, arrays, step
-        self.stages = plan.form.stages
-        #: where old residuals are, if the new ones are in their places already, and of which runs
-        #: of each tensor they are: most often in the place of the gradients
-        self._kept: list[np.ndarray] | None = None
-        self._fed: dict[int, list[slice]] = {}
-
-    def encode(self) -> list[bool]:
-        """Write the codes of all runs; return which are finite.  The codes of others mean
-        nothing."""
-        plan, views, n = self.plan, self.arrays.views, threads()
-        if self.stages.only_feeds_back and not plan.foreign:
-            kept = views.out
-            if overlap(self.arrays.columns[1]):  # what is kept of one would be another's gradient
-                kept = [np.empty_like(x) for x in kept]
-            self._kept, (key,) = kept, self.stages.keys
-        fine = []
-        with np.errstate(over="ignore", invalid="ignore"):
-            each = zip(plan.runs, plan.codes, plan.randoms(plan.runs, self.step), strict=True)
-            for (i, own, _), code, random in each:
-                if self._kept is None:
-                    its = self.arrays.context(self.step, i)
-                    x = plan.passed_on(views, i, own, its, plan.longest)
-                    if i in plan.foreign:
-                        x = x + plan.foreign[i][own]
-                    is_fine = plan.codecs[i].put(x, random, code)
-                else:
-                    left, feed = views.states[key][i][own], plan.bound[i].feed
-                    x, old = views.x[i][own], self._kept[i][own]
-                    is_fine, _ = feed(left, x, old, [], random, left, code, n)
-                    self._fed.setdefault(i, []).append(own)
-                fine.append(is_fine)
-        return fine
-
-    def add_up(
-        self, codes: Sequence[Sequence[np.ndarray]], known: Sequence[bool]
-    ) -> list[tuple[bool, bool]]:
-        """Write the codes of what the rank's own shards add up to; return which sums are finite,
-        and what is left of them.
-
-        Args:
-            codes: of each shard, those of all ranks.
-            known: whether all of them mean numbers; of others nothing has to be done.
-        """
-        plan, views, n, found = self.plan, self.arrays.views, threads(), []
-        randoms, sums = plan.randoms(plan.mine, self.step, 1), (plan.left, plan.sums)
-        rows = zip(plan.mine, codes, known, self._owned(views), randoms, *sums, strict=True)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for (i, _, _), theirs, is_known, base, random, left, code in rows:
-                its = False, False
-                if is_known:
-                    feed = plan.bound[i].feed
-                    its = feed(base, None, None, theirs, random, left, code, n)
-                found.append(its)
-        return found
-
-    def _owned(self, views: Views) -> list[np.ndarray]:
-        """Return the rank's own shards of what owners have left out, views."""
-        return [views.states[OWNED][i][own] for i, own, _ in self.plan.mine]
-
-    def settle(
-        self, codes: Sequence[Sequence[np.ndarray]], known: Sequence[bool], finite: list[bool]
+    def _settle(
+        self,
+        arrays: Arrays,
+        step: Context,
+        fed: Fed,
+        codes: Sequence[Sequence[np.ndarray]],
+        known: Sequence[bool],
+        finite: list[bool],
     ) -> list[bool]:
-        """Write averages, and states of tensors that are finite; return which are.
-
-        Args:
-            codes: of each run, that of its sum, or those of all ranks.
-            known: whether these mean numbers.
-            finite: whether all of a tensor do; of sums of whole tensors it is found out here.
-        """
-        plan, views, n, by = self.plan, self.arrays.views, threads(), np.float32(self.plan.size)
-        is_fed = self._kept is not None
-        settles = not is_fed and bool(self.stages.transforms)
+        """Write averages, and states of tensors that are finite; return which are.  The last three
+        are those of :meth:`_arrived`; of sums of whole tensors it is found out here."""
+        views, n, by, is_whole = arrays.views, threads(), np.float32(self.size), self.is_whole
+        settles = not self._feeds and bool(self.form.stages.transforms)
         # States, and what is kept of them where the result will be, wait for the sum of all ranks.
-        is_late = plan.is_whole and (is_fed or settles)
-        totals = room(plan.longest)[0] if is_late else views.out[0]
-        if not plan.is_whole:
-            for i in [i for i in self._fed if not finite[i]]:
-                self._put_back(i)
-            self._fed.clear()
-        rows = zip(plan.runs, plan.codes, codes, known, strict=True)
+        is_late = is_whole and bool(self.form.stages.transforms)
+        totals = room(self.longest)[0] if is_late else views.out[0]
+        if not is_whole:
+            _put_back(fed, [i for i in fed if not finite[i]])
+            fed.clear()
+        rows = zip(self.runs, self.codes, codes, known, strict=True)
         with np.errstate(over="ignore", invalid="ignore"):
             for run, code, theirs, is_known in rows:
-                (i, own, _), mean = run, plan.bound[run.tensor].mean
+                (i, own, _), mean = run, self.bound[run.tensor].mean
                 out = views.out[i][own]
                 write: Callable[[np.ndarray], Any]
-                if settles and not plan.is_whole:
-                    write = functools.partial(_write, mean, theirs, is_known, plan.size, n)
+                if settles and not is_whole:
+                    write = functools.partial(_write, mean, theirs, is_known, self.size, n)
                 else:
                     total = totals[: out.size] if is_late else out
                     if is_known:
-                        fine = mean(theirs, 1 if is_late else plan.size, total, plan.is_whole, n)
+                        fine = mean(theirs, 1 if is_late else self.size, total, is_whole, n)
                     else:
                         fine = False
                         total.fill(np.nan)
-                    finite[i] = fine if plan.is_whole else finite[i]
+                    finite[i] = fine if is_whole else finite[i]
                     write = functools.partial(np.divide, total, by)
                 if settles:
                     sent = self._sent(run, code) if finite[i] else None
-                    plan.settle(views, i, own, self.arrays.context(self.step, i), sent, write)
+                    self.settle(views, i, own, arrays.context(step, i), sent, write)
                 elif is_late:
                     if not finite[i]:
-                        self._put_back(i)
-                    self._fed.pop(i, None)
+                        _put_back(fed, [i])
+                    fed.pop(i, None)
                     write(out)
-        if plan.is_whole:
-            return finite
-        for i in [i for i in plan.foreign if finite[i]]:
-            del plan.foreign[i]
+        for i in [i for i in self.foreign if finite[i]]:
+            del self.foreign[i]
             views.states[OWNED][i].fill(0)
-        of_mine = zip(plan.mine, self._owned(views), plan.left, strict=True)
-        for run, owned, left in of_mine:
-            if finite[run.tensor]:
-                owned[:] = left
+        if not is_whole:
+            for run, owned, left in zip(self.mine, self._owned(arrays), self.left, strict=True):
+                if finite[run.tensor]:
+                    owned[:] = left
         return finite
 
     def _sent(self, run: Run, code: np.ndarray) -> Sent:
         """Return what was sent of a run, as this code."""
-        plan, (i, own, _) = self.plan, run
-        codec = plan.codecs[i]
-        if i not in plan.foreign and self.stages.only_feeds_back:
-            return functools.partial(codec.take_off, code)
-        sent = room(plan.longest)[1, : run.size]
-        codec.decode_to(code, sent)
-        if i in plan.foreign:
-            sent -= plan.foreign[i][own]
+        i, own, _ = run
+        if i not in self.foreign and self.form.stages.only_feeds_back:
+            return functools.partial(self.codecs[i].take_off, code)
+        sent = room(self.longest)[1, : run.size]
+        self.codecs[i].decode_to(code, sent)
+        if i in self.foreign:
+            sent -= self.foreign[i][own]
         return sent
 
-    def _put_back(self, tensor: int) -> None:
-        assert self._kept is not None
-        (key,) = self.stages.keys
-        for own in self._fed.pop(tensor):
-            np.copyto(self.arrays.views.states[key][tensor][own], self._kept[tensor][own])
 
-    def undo(self) -> None:
-        """Give tensors that are not settled the states that they had."""
-        for tensor in list(self._fed):
-            self._put_back(tensor)
+def _put_back(fed: Fed, tensors: Sequence[int]) -> None:
+    for tensor in tensors:
+        for residual, old in fed.pop(tensor):
+            np.copyto(residual, old)
 
 
 def _write(mean: Any, codes: Any, is_known: bool, by: int, n: int, out: np.ndarray) -> None:

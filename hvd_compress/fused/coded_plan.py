@@ -19,7 +19,7 @@ from hvd_compress.base import Array, Context, Spec
 from hvd_compress.codecs import Codec
 from hvd_compress.fused.in_place import Arrays
 from hvd_compress.fused.on_device import gathered, scattered
-from hvd_compress.fused.stages import StagedForm, StagedPlan
+from hvd_compress.fused.stages import StagedPlan
 from hvd_compress.kernels import loops_of
 from hvd_compress.operators.at_random import own_generator
 from hvd_compress.requests import Request
@@ -106,9 +106,8 @@ class CodedPlan(StagedPlan):
     """The plan of a bucket whose values are coded: what is common to all memories.
 
     Args:
-        form, specs, key, step: as of :class:`hvd_compress.base.Plan`.
-        codec: of all values.
-        is_whole: every rank adds up whole tensors; else a shard of each, and codes what comes out.
+        form: a :class:`hvd_compress.fused.coded.FusedCodes`, which has ``codec`` and ``is_whole``.
+        specs, key, step: as of :class:`hvd_compress.base.Plan`.
 
     Attributes:
         codecs: of the tensors.
@@ -119,16 +118,9 @@ class CodedPlan(StagedPlan):
         foreign: what is in residuals of shards that were this rank's, by tensor, flat.
     """
 
-    def __init__(
-        self,
-        form: StagedForm,
-        specs: Sequence[Spec],
-        key: Hashable,
-        step: Context,
-        codec: Codec,
-        is_whole: bool,
-    ) -> None:
+    def __init__(self, form: Any, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
         super().__init__(form, specs, key, step)
+        codec, is_whole = form.codec, form.is_whole
         self.is_whole, self._draws = is_whole, codec.draws
         self.codecs = [codec.for_shape(shape) for shape in self.shapes]
         pairs = list(zip(self.codecs, self.sizes, strict=True))
@@ -205,10 +197,8 @@ class CodedOnDevice(CodedPlan):
     """The plan of a bucket in a device's memory, with the same messages and the same bits as on the
     host.  Messages are written where they are sent from, and read where they arrive."""
 
-    def __init__(
-        self, form: Any, specs: Sequence[Spec], key: Hashable, step: Context, *which: Any
-    ) -> None:
-        super().__init__(form, specs, key, step, *which)
+    def __init__(self, form: Any, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
+        super().__init__(form, specs, key, step)
         like = specs[0].x
         loops = loops_of(like)
         self._step, self._joined = loops.CodesStep(self, like), loops.joined
@@ -247,7 +237,7 @@ class CodedOnDevice(CodedPlan):
             seal = self.replies[self.rank].seal
             arrived = yield from gathered(reply, seal, checks, step, self.equal_sizes)
         begin_phase("add_up")
-        mean = work.mean(arrived)
+        mean = work.mean(arrived, arrays.dtypes[0])
         xp.write_into(out.arrays, mean)
         if stages.transforms:
             sent = work.sent()

@@ -96,11 +96,6 @@ class InPlaceForm(abc.ABC):
         return is_on_host(x)
 
     @property
-    def finishes(self) -> bool:
-        """Whether the direction of the step is not the average."""
-        return False
-
-    @property
     def additive(self) -> bool:
         return True
 

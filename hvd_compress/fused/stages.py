@@ -74,19 +74,6 @@ class Stages:
         """Whether all that is made of what was sent is to take it off a residual."""
         return len(self.transforms) == 1 and type(self.transforms[0]) is error_feedback
 
-    def passed_on(
-        self, x: np.ndarray, states: Mapping[str, np.ndarray], context: Context, out: np.ndarray
-    ) -> np.ndarray:
-        """Return what is passed on of ``x``, flat like all arrays here: ``x`` itself if there are
-        no transforms, else ``out``."""
-        if not self.transforms:
-            return x
-        if self.only_feeds_back:
-            return np.add(x, states["residual"], out=out)
-        for part in _parts(x.size):
-            out[part], _ = self.updated(x[part], _at(states, part), context)
-        return out
-
     def settle(
         self,
         x: np.ndarray,
@@ -156,10 +143,6 @@ class StagedForm(InPlaceForm):
         return None if stages is None else cls(*stages, *exchange)
 
     @property
-    def finishes(self) -> bool:
-        return self.stages.finishes
-
-    @property
     def additive(self) -> bool:
         return self.stages.additive
 
@@ -176,10 +159,17 @@ class StagedPlan(InPlacePlan):
     def passed_on(
         self, views: Views, tensor: int, own: slice, step: Context, longest: int
     ) -> np.ndarray:
-        """Return what the transforms make of a run of elements."""
-        n = own.stop - own.start
-        x, states = views.x[tensor][own], views.states_at(tensor, own, self.form.stages.keys)
-        return self.form.stages.passed_on(x, states, step, room(longest)[0, :n])
+        """Return what the transforms make of a run of elements: these themselves if there are none,
+        else in memory for the ``longest`` run."""
+        stages, x = self.form.stages, views.x[tensor][own]
+        if not stages.transforms:
+            return x
+        states, out = views.states_at(tensor, own, stages.keys), room(longest)[0, : x.size]
+        if stages.only_feeds_back:
+            return np.add(x, states["residual"], out=out)
+        for part in _parts(x.size):
+            out[part], _ = stages.updated(x[part], _at(states, part), step)
+        return out
 
     def settle(
         self,

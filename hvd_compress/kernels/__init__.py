@@ -47,7 +47,6 @@ __all__ = [
     "loops_of",
     "merge",
     "momenta_of",
-    "placed",
     "quotients",
     "rice_pack",
     "rice_unpack",
@@ -161,12 +160,6 @@ def merge(
     indices: Sequence[np.ndarray], values: Sequence[np.ndarray], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     return (native or reference).merge(indices, values, size)
-
-
-def placed(codec: Any, like: Array) -> Any:
-    """Return ``codec`` for arrays in memory where ``like`` is, a
-    :class:`hvd_compress.codecs.base.Coder`; ``None`` if it works on the host alone."""
-    return None
 
 
 def stream(arrays: Sequence[tuple[Array, Array, Array]]) -> None:

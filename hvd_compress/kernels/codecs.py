@@ -282,21 +282,3 @@ def words_of(random: np.random.Generator) -> tuple[list[int], list[int], int]:
     state: dict[str, Any] = dict(random.bit_generator.state)
     key, counter = (state["state"][name].tolist() for name in ("key", "counter"))
     return key, counter, 2 * state["buffer_pos"]
-
-
-def skip(random: np.random.Generator, words: int) -> None:
-    """Move the generator of :mod:`hvd_compress.operators.at_random` on as if it had drawn a number
-    of words."""
-    if words == 0:
-        return
-    generator: Any = random.bit_generator
-    before = dict(generator.state)
-    first = min(words, 4 - before["buffer_pos"])
-    blocks, last = divmod(words - first, 4)
-    random.random(first)
-    if blocks:
-        generator.advance(blocks)
-    random.random(last)
-    # Half a word that is left over from earlier is still there.
-    kept = {name: before[name] for name in ("has_uint32", "uinteger")}
-    generator.state = {**generator.state, **kept}

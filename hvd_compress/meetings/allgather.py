@@ -15,7 +15,7 @@ from hvd_compress.chain import Aggregated, Aggregation, Aggregator, Transform
 from hvd_compress.codecs import Codec, logarithmic
 from hvd_compress.config import choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.fused import FusedAllgather, FusedElements, FusedTopK, dense_is_less
+from hvd_compress.fused import FusedCodes, FusedElements, FusedTopK, dense_is_less
 from hvd_compress.meetings.averaging import gathered, summed, summed_densely, whole
 from hvd_compress.meetings.codes import codes
 from hvd_compress.meetings.elements import as_values, elements
@@ -103,7 +103,7 @@ class allgather(Aggregator, name="allgather"):
 
     def fused(self, transforms: Sequence[Transform], context: Context) -> Form | None:
         if isinstance(self.select, Codec):
-            return FusedAllgather.of(transforms, context, self.select)
+            return FusedCodes.of(transforms, context, self.select, True)
         if not isinstance(self.values, str | logarithmic) or self.algorithm != "allgather":
             return None
         how = self.select, self.values, self.indices

@@ -11,10 +11,9 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, State
 from hvd_compress.chain import Aggregated, Aggregation, Aggregator, Transform
 from hvd_compress.codecs import Codec
-from hvd_compress.codecs.base import Coder, coded
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.errors import ConfigError
-from hvd_compress.fused import FusedAlltoall
+from hvd_compress.fused import FusedCodes
 from hvd_compress.meetings.codes import codes
 from hvd_compress.operators.at_random import own_generator
 from hvd_compress.requests import Alltoall, Gather
@@ -61,35 +60,33 @@ class alltoall(Aggregator, name="alltoall"):
     def coding(self, n: int, context: Context) -> Coding:
         return codes(self.codec.for_shape(context.shape))
 
-    def fused(self, transforms: Sequence[Transform], context: Context) -> FusedAlltoall | None:
-        return FusedAlltoall.of(transforms, context, self.codec)
+    def fused(self, transforms: Sequence[Transform], context: Context) -> FusedCodes | None:
+        return FusedCodes.of(transforms, context, self.codec, False)
 
     def aggregate(self, x: Array, state: State, context: Context) -> Aggregation:
         xp = backend_of(x)
         n, dtype = xp.size(x), np.dtype(xp.dtype(x))
         codec = self.codec.for_shape(context.shape)
         shards = _Shards.of(codec, n, dtype, context)
-        sizes = shards.sizes(codec)
+        sizes = shards.sizes
         # Owners feed back what they leave out, whether a transform does or not.
         codec.check_feedback(max(shard.stop - shard.start for shard in shards.shards))
 
-        *frames, sent = coded(
-            codec,
+        *frames, sent = xp.on_host(
             shards.encode,
             [context.step, x, state["owner_residual"]],
             [*(("uint8", size) for size in sizes), (dtype.name, n)],
             x,
         )
         received = yield Alltoall(frames)
-        frame, owner_residual = coded(
-            codec,
+        frame, owner_residual = xp.on_host(
             shards.add_up,
             [context.step, state["owner_residual"], *received],
             [("uint8", sizes[context.rank]), (dtype.name, n)],
             x,
         )
         frames = yield Gather(frame, equal_sizes=len(set(sizes)) == 1)
-        (total,) = coded(codec, shards.decode, frames, [(dtype.name, n)], x)
+        (total,) = xp.on_host(shards.decode, frames, [(dtype.name, n)], x)
         mean = xp.divided(total, context.size)
         return Aggregated(mean, sent, xp.all_finite(mean), {"owner_residual": owner_residual})
 
@@ -99,11 +96,13 @@ class _Shards:
     """The part of a rank in a sum that is coded twice.
 
     Attributes:
+        codec: of the tensor.
         shards: the elements of each rank.
         context: the rank, and what its random numbers follow from.
         n, dtype: of the flat array.
     """
 
+    codec: Codec
     shards: list[slice]
     context: Context
     n: int
@@ -111,10 +110,11 @@ class _Shards:
 
     @classmethod
     def of(cls, codec: Codec, n: int, dtype: np.dtype, context: Context) -> _Shards:
-        return cls([*shards_of(n, context.size, codec.unit(n))], context, n, dtype)
+        return cls(codec, [*shards_of(n, context.size, codec.unit(n))], context, n, dtype)
 
-    def sizes(self, codec: Codec) -> list[int]:
-        return [coded_size(codec, s.stop - s.start, self.dtype) for s in self.shards]
+    @property
+    def sizes(self) -> list[int]:
+        return [coded_size(self.codec, s.stop - s.start, self.dtype) for s in self.shards]
 
     def _random(self, step: int, turn: int) -> np.random.Generator:
         return own_generator(self.context._replace(step=step), turn)
@@ -123,41 +123,38 @@ class _Shards:
     def _own(self) -> slice:
         return self.shards[self.context.rank]
 
-    def _decode(
-        self, coder: Coder, message: np.ndarray, sender: int, out: Array, add: bool = False
-    ) -> None:
+    def _decode(self, message: np.ndarray, sender: int, out: np.ndarray, add: bool = False) -> None:
         """Write what a message holds to ``out``, or add it."""
-        name, n = f"rank {sender}", backend_of(out).size(out)
-        decode_coded(coder, message, n, self.dtype, sender=name, out=out, add=add)
+        name = f"rank {sender}"
+        decode_coded(self.codec, message, out.size, self.dtype, sender=name, out=out, add=add)
 
-    def encode(self, coder: Coder, step: int, x: Array, owner_residual: Array) -> list[Array]:
+    def encode(self, step: int, x: np.ndarray, owner_residual: np.ndarray) -> list[np.ndarray]:
         """Return a message for each rank; and what they hold, less what came from
         ``owner_residual``."""
-        foreign = backend_of(owner_residual).copy(owner_residual)
+        foreign = owner_residual.copy()
         foreign[self._own] = 0
         moved = bool(foreign.any())  # the shards did
         x = x + foreign if moved else x
-        random, sent = self._random(step, 0), coder.zeros(self.n, self.dtype)
-        messages = [encode_coded(coder, x[own], random, sent=sent[own]) for own in self.shards]
+        random, sent = self._random(step, 0), np.zeros(self.n, self.dtype)
+        messages = [encode_coded(self.codec, x[own], random, sent=sent[own]) for own in self.shards]
         return [*messages, sent - foreign if moved else sent]
 
     def add_up(
-        self, coder: Coder, step: int, owner_residual: Array, *messages: np.ndarray
-    ) -> list[Array]:
+        self, step: int, owner_residual: np.ndarray, *messages: np.ndarray
+    ) -> list[np.ndarray]:
         """Return the message of the sum of the rank's shard; and what that leaves out."""
-        total = backend_of(owner_residual).copy(owner_residual[self._own])
-        left = coder.zeros(self.n, self.dtype)
+        total, left = owner_residual[self._own].copy(), np.zeros(self.n, self.dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # of a non-finite step
             for rank, message in enumerate(messages):
-                self._decode(coder, message, rank, total, add=True)
+                self._decode(message, rank, total, add=True)
             own = left[self._own]
-            message = encode_coded(coder, total, self._random(step, 1), sent=own)
+            message = encode_coded(self.codec, total, self._random(step, 1), sent=own)
             own[:] = total - own
         return [message, left]
 
-    def decode(self, coder: Coder, *messages: np.ndarray) -> list[Array]:
+    def decode(self, *messages: np.ndarray) -> list[np.ndarray]:
         """Return the sum that the messages of all owners hold, in a list."""
-        total = coder.zeros(self.n, self.dtype)
+        total = np.zeros(self.n, self.dtype)
         for rank, (shard, message) in enumerate(zip(self.shards, messages, strict=True)):
-            self._decode(coder, message, rank, total[shard])
+            self._decode(message, rank, total[shard])
         return [total]

@@ -10,7 +10,6 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, State
 from hvd_compress.codecs import Codec
-from hvd_compress.codecs.base import Coder, coded
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.at_random import own_generator
@@ -18,7 +17,7 @@ from hvd_compress.operators.at_random import own_generator
 
 @dataclasses.dataclass(frozen=True)
 class codes(Coding, name="codes"):
-    """Send all values by a codec, in loops of the device where there are some.
+    """Send all values by a codec.
 
     Options:
         codec: such as ``linear(8)``.
@@ -42,11 +41,11 @@ class codes(Coding, name="codes"):
         xp = backend_of(x)
         n, dtype = xp.size(x), np.dtype(xp.dtype(x))
 
-        def encode(coder: Coder, step: int, x: Array) -> list[Array]:
-            return list(encode_sent(coder, x, own_generator(context._replace(step=step))))
+        def encode(step: int, x: np.ndarray) -> list[np.ndarray]:
+            return list(encode_sent(self.codec, x, own_generator(context._replace(step=step))))
 
         outputs = [("uint8", coded_size(self.codec, n, dtype)), (dtype.name, n)]
-        message, sent = coded(self.codec, encode, [context.step, x], outputs, x)
+        message, sent = xp.on_host(encode, [context.step, x], outputs, x)
         return Encoded(message, sent, state)
 
     def decode(
@@ -59,11 +58,11 @@ class codes(Coding, name="codes"):
         xp, senders = backend_of(like), ranks or range(len(messages))
         n, dtype = xp.size(like), np.dtype(xp.dtype(like))
 
-        def add_up(coder: Coder, *messages: np.ndarray) -> list[Array]:
-            total = coder.zeros(n, dtype)
+        def add_up(*messages: np.ndarray) -> list[np.ndarray]:
+            codec, total = self.codec, np.zeros(n, dtype)
             for rank, message in zip(senders, messages, strict=True):
-                decode_coded(coder, message, n, dtype, sender=f"rank {rank}", out=total, add=True)
+                decode_coded(codec, message, n, dtype, sender=f"rank {rank}", out=total, add=True)
             return [total]
 
-        (total,) = coded(self.codec, add_up, messages, [(dtype.name, n)], like)
+        (total,) = xp.on_host(add_up, messages, [(dtype.name, n)], like)
         return Decoded(total, xp.all_finite(total))

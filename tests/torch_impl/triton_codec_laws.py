@@ -19,18 +19,15 @@ from hvd_compress import (
     NaturalCompression,
     NaturalDithering,
     OneBit,
-    SignSGD,
     TernGrad,
     codecs,
 )
 from hvd_compress.chain import Chain
 from hvd_compress.codecs import plus_minus
-from hvd_compress.codecs.frame import decode_coded, encode_sent
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.engines.lockstep import World, run
+from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import PayloadError
 from hvd_compress.fused import coded_plan
-from hvd_compress.kernels import codecs as loops
 from hvd_compress.kernels import reference
 from hvd_compress.meetings import allgather, alltoall
 from hvd_compress.operators.at_random import own_generator
@@ -44,8 +41,7 @@ from hvd_compress.transforms import (
     smoothing,
 )
 from tests.kernels.buckets import Ranks, assert_equal, one_by_one
-from tests.kernels.test_codecs import KINDS, drawn, generators, same_state
-from tests.kernels.test_kernels import unaligned
+from tests.kernels.test_codecs import KINDS, drawn, generators
 from tests.torch_impl.triton_laws import (
     DEVICE,
     FEW,
@@ -86,11 +82,23 @@ SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1023, 1024, 4096, 4097, 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 
-@pytest.fixture(scope="module")
-def placed():
-    from hvd_compress.torch.triton.codecs import placed
+class Coder:
+    """A codec whose codes and numbers are on the device."""
 
-    return placed
+    def __init__(self, codec, n):
+        from hvd_compress.torch.triton.codecs import Codes
+
+        size = codec.size(n, FLOAT32)
+        self.codes = Codes([codec], [slice(0, n)], torch.empty(0, device=DEVICE), [0])
+        self.code = torch.full((size + -size % 4,), 7, dtype=torch.uint8, device=DEVICE)[:size]
+        self.whole = self.code.as_strided((size + -size % 4,), (1,))
+
+    def encode(self, x, random):
+        """Return whether all was finite."""
+        return not self.codes.encode(x, [random], self.whole)[0]
+
+    def read(self, out, *how):
+        self.codes.read(self.whole, out, *how)
 
 
 def assert_same(own, expected):
@@ -109,8 +117,8 @@ IN_TURN = [
 
 
 @pytest.mark.parametrize(("codec", "n", "kind", "offset"), IN_TURN, ids=repr)
-def test_codes_are_those_of_numpy(placed, codec, n, kind, offset):
-    assert_codes(placed, codec, n, kind, offset, 0)
+def test_codes_are_those_of_numpy(codec, n, kind, offset):
+    assert_codes(codec, n, kind, offset, 0)
 
 
 @pytest.mark.skipif(INTERPRETED and FEW, reason="takes long in the interpreter")
@@ -122,52 +130,52 @@ def test_codes_are_those_of_numpy(placed, codec, n, kind, offset):
     offset=st.integers(0, 5),
     seed=st.integers(0, 1000),
 )
-def test_drawn_codes_are_those_of_numpy(placed, codec, n, kind, offset, seed):
-    assert_codes(placed, codec, n, kind, offset, seed)
+def test_drawn_codes_are_those_of_numpy(codec, n, kind, offset, seed):
+    assert_codes(codec, n, kind, offset, seed)
 
 
-def assert_codes(placed, codec, n, kind, offset, seed):
+def assert_codes(codec, n, kind, offset, seed):
     assert codec._loops is not None
     data = np.random.default_rng(seed)
     values = drawn(data, n, kind, FLOAT32)
     x = on_device(values, offset)
-    coder = placed(codec, x)
+    coder = Coder(codec, n)
     own, theirs = generators(seed)
-    code, sent = np.full(codec.size(n, FLOAT32), 7, np.uint8), coder.zeros(n, FLOAT32)
-    assert coder.put(x, own, code, sent) is bool(np.isfinite(values).all())
+    assert coder.encode(x, own) is bool(np.isfinite(values).all())
     if not np.isfinite(values).all():
-        assert (code == 7).all()
-        assert same_state(own, theirs)
         return
     with np.errstate(all="ignore"):
         expected = codec.encode(values, theirs)
         decoded = codec.decode(expected, n, FLOAT32)
-    np.testing.assert_array_equal(code, expected)
-    assert same_state(own, theirs)
+    np.testing.assert_array_equal(coder.code.cpu(), expected)
     assert_same(x, values)
+    sent, total = torch.zeros(n, device=DEVICE), drawn(data, n, "normal", FLOAT32)
+    coder.read(sent)
     assert_same(sent, decoded)
-    total = drawn(data, n, "normal", FLOAT32)
-    out = on_device(total, offset)
-    coder.decode_to(unaligned(code, offset), out, add=True)
-    with np.errstate(all="ignore"):
-        assert_same(out, total + decoded)
+    for how, expected in ((coder.codes.ADD, np.add), (coder.codes.TAKE_OFF, np.subtract)):
+        out = on_device(total, offset)
+        coder.read(out, how)
+        with np.errstate(all="ignore"):
+            assert_same(out, expected(total, decoded))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @settings(max_examples=3, deadline=None)
 @given(n=SIZES, seed=st.integers(0, 1000))
-def test_damaged_bytes_are_decoded_as_by_numpy(placed, codec, n, seed):
+def test_damaged_bytes_are_decoded_as_by_numpy(codec, n, seed):
     code = np.random.default_rng(seed).integers(0, 256, codec.size(n, FLOAT32), np.uint8)
     with np.errstate(all="ignore"):
         expected = codec.decode(code, n, FLOAT32)
     out = torch.zeros(n, device=DEVICE)
-    placed(codec, out).decode_to(code, out)
+    coder = Coder(codec, n)
+    coder.code.copy_(torch.from_numpy(code))
+    coder.read(out)
     assert_same(out, expected)
 
 
 @pytest.mark.parametrize("n", [1, 17, 4096, 9001])
 @pytest.mark.parametrize("length", [5, 4096, 5000, None])
-def test_orders_of_sums_are_those_of_numpy(placed, n, length):
+def test_orders_of_sums_are_those_of_numpy(n, length):
     """More elements than are added up in one go, and in runs of which the last one is short."""
     from hvd_compress.torch.triton import sum_kernels, sums
     from hvd_compress.torch.triton.tasks import Layout, Span
@@ -175,7 +183,7 @@ def test_orders_of_sums_are_those_of_numpy(placed, n, length):
     numbers = drawn(np.random.default_rng(n), n + 3, "wide", FLOAT32)
     length, x = length or n, on_device(numbers)
     # Of two tasks, one of which begins within the other.
-    layout = Layout([Span(0, n, length, 1, 0), Span(3, n + 3, length, 1, 0)], x)
+    layout = Layout([Span(0, n, length, 1, 0), Span(3, n + 3, length, 1, 0)], x, [0, 0])
     found = sums.sums(x, layout, sum_kernels.SQUARE).cpu().numpy()
     runs = [
         np.square(task[i : i + length], dtype=np.float64)
@@ -185,105 +193,15 @@ def test_orders_of_sums_are_those_of_numpy(placed, n, length):
     np.testing.assert_array_equal(found, [reference.sums(run.reshape(1, -1))[0] for run in runs])
 
 
-@settings(max_examples=30, deadline=None)
-@given(words=st.sampled_from([0, 1, 2, 3, 5, 8, 1001, 1002]), seed=st.integers(0, 100))
-def test_streams_go_on_where_they_would(words, seed):
-    """After numbers of half a word and of a whole one, whether they were drawn or skipped."""
-    own, theirs = generators(seed)
-    loops.skip(own, words)
-    theirs.random(words)
-    assert same_state(own, theirs)
+@pytest.mark.parametrize(
+    ("codec", "n"),
+    [(codecs.logarithmic(), 5), (codecs.uniform_dithering(200), 5), (codecs.natural(), 0)],
+    ids=repr,
+)
+def test_codes_that_are_not_taken(codec, n):
+    from hvd_compress.torch.triton.codecs import Codes
 
-
-def test_streams_carry_counters_over(placed):
-    """If a counter is at the end of its first word, numbers are drawn on the host."""
-    pair = [own_generator(Context()) for _ in "01"]
-    for random in pair:
-        random.bit_generator.advance(2**64 - 40)
-    x = np.random.default_rng(0).standard_normal(1500).astype(np.float32)
-    codec, tensor = codecs.uniform_dithering(7), on_device(x)
-    code = np.empty(codec.size(x.size, FLOAT32), np.uint8)
-    assert placed(codec, tensor).put(tensor, pair[0], code)
-    np.testing.assert_array_equal(code, codec.encode(x, pair[1]))
-
-
-@pytest.mark.parametrize("codec", [codecs.logarithmic(), codecs.uniform_dithering(200)], ids=repr)
-def test_places_of_codecs_without_loops_are_on_the_host(placed, codec):
-    assert placed(codec, torch.zeros(5, device=DEVICE)) is None
-
-
-def test_places_are_for_float32_that_is_not_empty(placed):
-    assert placed(codecs.natural(), torch.zeros(5, dtype=torch.float64, device=DEVICE)) is None
-    assert placed(codecs.natural(), torch.zeros(0, device=DEVICE)) is None
-
-
-@pytest.mark.parametrize("kind", ["normal", "special"])
-@pytest.mark.parametrize("codec", [CODECS[0], CODECS[1], codecs.ternary()], ids=repr)
-def test_frames_are_those_of_the_host(placed, codec, kind):
-    x = drawn(np.random.default_rng(3), 500, kind, FLOAT32)
-    tensor = on_device(x)
-    coder = placed(codec, tensor)
-    frame, sent = encode_sent(coder, tensor, own_generator(Context()))
-    expected, theirs = encode_sent(codec, x, own_generator(Context()))
-    np.testing.assert_array_equal(frame, expected)
-    assert_same(sent, theirs)
-    _, values = decode_coded(coder, frame, 500, FLOAT32)
-    assert_same(values, theirs)
-
-
-METHODS = [
-    SignSGD(),
-    EFSignSGD(),
-    QSGD(levels=7),
-    TernGrad(),
-    NaturalCompression(),
-    FP8(),
-    OneBit(),
-]
-
-
-@pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_exchanges_are_those_of_the_host(placed, monkeypatch, method):
-    """The results of two ranks over three steps, one of them with a NaN on one rank; frames,
-    averages, what was sent and states."""
-    if INTERPRETED:  # else the device says so
-        monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
-    used = []
-    from hvd_compress.torch.triton import codecs
-
-    put = codecs.CoderOnDevice.put
-    monkeypatch.setattr(codecs.CoderOnDevice, "put", lambda *a, **b: used.append(1) or put(*a, **b))
-    shape, data = (20, 70), np.random.default_rng(0)
-    states = {}
-    for step in range(3):
-        gradients = [data.standard_normal(shape).astype(np.float32) for _ in "ab"]
-        gradients[0][0, :3] = 0
-        if step == 1:
-            gradients[1][3, 3] = np.nan
-        found = {}
-        for place in ("host", "device"):
-            arrays = gradients
-            if place == "device":
-                arrays = [torch.tensor(g, device=DEVICE) for g in gradients]
-            if step == 0:
-                states[place] = [method.init(g) for g in arrays]
-            found[place] = run(
-                [
-                    method.exchange(
-                        g, copy.copy(s), Context("w", rank=r, size=2, step=step, shape=shape)
-                    )
-                    for r, (g, s) in enumerate(zip(arrays, states[place], strict=True))
-                ]
-            )
-            states[place] = [outcome.state for outcome in found[place]]
-        for own, expected in zip(found["device"], found["host"], strict=True):
-            assert own.mean.device.type == DEVICE.type
-            assert_same(own.mean, expected.mean)
-            assert_same(own.sent, expected.sent)
-            assert own.state.keys() == expected.state.keys()
-            for key, value in expected.state.items():
-                assert_same(own.state[key], value)
-    assert len(used) >= 6
+    assert not Codes.takes(codec, n)
 
 
 BUCKETS = [
@@ -336,7 +254,7 @@ def assert_bucket(found, expected, gradients=None):
 
 
 @pytest.mark.parametrize("method", SOME, ids=repr)
-def test_buckets_are_what_their_tensors_are(placed, by_triton, method):
+def test_buckets_are_what_their_tensors_are(by_triton, method):
     """The whole exchange, against the blocks of the chain in NumPy, over steps with a NaN, and with
     numbers so large that what is left of them is not finite.  Messages stay on the device, or go by
     the host."""
@@ -354,7 +272,7 @@ def test_buckets_are_what_their_tensors_are(placed, by_triton, method):
 
 
 @pytest.mark.parametrize("method", [BUCKETS[4], BUCKETS[10]], ids=repr)
-def test_buckets_leave_gradients_alone_that_are_not_theirs(placed, by_triton, method):
+def test_buckets_leave_gradients_alone_that_are_not_theirs(by_triton, method):
     ranks, expected = Ranks(method, SHAPES, 2), one_by_one(method, 2)
     gradients = gradients_of(np.random.default_rng(2), 2)
     ours = at_device(gradients)
@@ -365,7 +283,7 @@ def test_buckets_leave_gradients_alone_that_are_not_theirs(placed, by_triton, me
 
 
 @pytest.mark.parametrize("method", [BUCKETS[0], BUCKETS[4]], ids=repr)
-def test_buckets_lose_nothing_after_another_number_of_ranks(placed, by_triton, method):
+def test_buckets_lose_nothing_after_another_number_of_ranks(by_triton, method):
     """The residual of shards that are others' now goes along with its next message; also if
     that is not finite."""
     random = np.random.default_rng(0)
@@ -388,7 +306,7 @@ def test_buckets_lose_nothing_after_another_number_of_ranks(placed, by_triton, m
 
 
 @pytest.mark.parametrize("method", [BUCKETS[0], BUCKETS[4]], ids=repr)
-def test_buckets_of_which_a_rank_owns_nothing(placed, by_triton, method):
+def test_buckets_of_which_a_rank_owns_nothing(by_triton, method):
     """Also if what is not finite is on that rank."""
     shapes, random = {"a": (2,), "b": ()}, np.random.default_rng(6)
     ranks, expected = Ranks(method, shapes, 3, in_place=True), one_by_one(method, 3)
@@ -401,7 +319,7 @@ def test_buckets_of_which_a_rank_owns_nothing(placed, by_triton, method):
 
 
 @pytest.mark.parametrize("method", [BUCKETS[i] for i in (0, 3, 6)], ids=repr)
-def test_buckets_are_the_same_with_a_device_and_without(placed, monkeypatch, method):
+def test_buckets_are_the_same_with_a_device_and_without(monkeypatch, method):
     """The messages of ranks of which one has none."""
     marked = set()
     if INTERPRETED:
@@ -426,9 +344,7 @@ def test_buckets_are_the_same_with_a_device_and_without(placed, monkeypatch, met
 @pytest.mark.parametrize(
     ("method", "passed"), [*((BUCKETS[0], n) for n in (0, 2, 4, 6)), (BUCKETS[3], 0)], ids=repr
 )
-def test_buckets_of_a_step_that_fails_keep_their_states(
-    placed, by_triton, monkeypatch, method, passed
-):
+def test_buckets_of_a_step_that_fails_keep_their_states(by_triton, monkeypatch, method, passed):
     """Whichever message arrives damaged, of two that each rank opens in a turn; and the next step
     is as if it had not been, where no rank was through with it."""
     ranks, expected = Ranks(method, SHAPES, 2, in_place=True), one_by_one(method, 2)
@@ -461,7 +377,7 @@ def test_buckets_of_a_step_that_fails_keep_their_states(
 
 
 @pytest.mark.parametrize("method", [BUCKETS[0], BUCKETS[3], BUCKETS[6]], ids=repr)
-def test_buckets_of_an_optimizer_are_those_of_the_host(placed, by_triton, method):
+def test_buckets_of_an_optimizer_are_those_of_the_host(by_triton, method):
     """Arrays are taken as they were in the step before."""
     own, other = (Reducer(method, LocalEngine(), in_place=True) for _ in "01")
     random, states = np.random.default_rng(3), {}
@@ -481,20 +397,52 @@ def test_buckets_of_an_optimizer_are_those_of_the_host(placed, by_triton, method
     assert own.records == other.records
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", [BUCKETS[i] for i in (0, 3, 4, 6)], ids=repr)
+def test_buckets_of_half_precision_are_what_their_tensors_are(by_triton, method, dtype):
+    """Also where an average has no room in it, since it is of residuals, too."""
+    ranks, world = Ranks(method, SHAPES, 2, in_place=True), World(method, 2)
+    random = np.random.default_rng(7)
+    for step in range(3):
+        gradients = gradients_of(random, 2)
+        if step == 1 and dtype == torch.float16:
+            for r, states in enumerate(ranks.states):
+                for own in (states["b"], world.states["b"][r]):
+                    if "residual" in own:
+                        own["residual"][:] = 7e4
+        ours = [{n: x.to(dtype) for n, x in own.items()} for own in at_device(gradients)]
+        plain = [{n: moved_to_host(x) for n, x in own.items()} for own in ours]
+        expected = world.exchange_all(plain, momentum=0.9)
+        for own, theirs in zip(ranks.exchange(ours), expected, strict=True):
+            for name, outcome in theirs.items():
+                assert own[name].direction.dtype == dtype
+                assert_same(own[name].direction.float(), outcome.direction.float().numpy())
+                for key, x in outcome.state.items():
+                    assert_same(own[name].state[key], x.numpy())
+
+
+def moved_to_host(x):
+    return x.to("cpu", copy=True)
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_waits_are_one_for_a_code(placed, codec):
-    """When it comes to the host.  Tables are made once."""
-    from hvd_compress.torch.triton import code_loops
+def test_the_host_waits_for_no_code(codec):
+    """Tables are made once."""
+    from hvd_compress.torch.triton.codecs import _kept
 
     n = 1030 if INTERPRETED and FEW else 3000
     x = on_device(np.random.default_rng(0).standard_normal(n).astype(np.float32))
-    coder, sent = placed(codec, x), torch.zeros_like(x)
-    code = np.empty(codec.size(n, FLOAT32), np.uint8)
-    coder.put(x, own_generator(Context()), code, sent)  # which makes tables
-    tables = code_loops._kept.cache_info().currsize
-    assert waits_of(lambda: coder.put(x, own_generator(Context()), code, sent)) == 1
-    assert waits_of(lambda: coder.decode_to(code, sent, add=True)) == 0
-    assert code_loops._kept.cache_info().currsize == tables
+    coder, sent = Coder(codec, n), torch.zeros_like(x)
+
+    def encode():
+        coder.codes.encode(x, [own_generator(Context())], coder.whole)
+
+    encode()  # which makes tables
+    coder.read(sent)
+    tables = _kept.cache_info().currsize
+    assert waits_of(encode) == 0
+    assert waits_of(lambda: coder.read(sent, coder.codes.ADD)) == 0
+    assert _kept.cache_info().currsize == tables
 
 
 #: of arguments, unless a kernel says otherwise
@@ -509,6 +457,7 @@ _TYPES = {
     "fp32": "unit most size",
 }
 _TO, _CODE = {"out": "*fp32"}, {"out": "*u8"}
+_BITS = {"base": 2, "bits": 1, "each": 0}
 #: a kernel with the types of its other arguments, and its constants
 KERNELS = [
     ("mark", {}, {}),
@@ -532,22 +481,21 @@ KERNELS = [
             {},
             {
                 **{"kind": kind, "is_drawn": kind not in (0, 4), "clipped": kind == 3},
-                **{"place": 4 if kind == 4 else 0, "mantissa": 3, "bias": 7},
+                **{"place": 4 if kind > 3 else 0, "mantissa": 3, "bias": 7},
             },
         )
-        for kind in range(5)
+        for kind in range(6)
     ),
-    *(("exponents", {}, {"is_drawn": is_drawn}) for is_drawn in (False, True)),
     *(("pack_fields", _CODE, {"bits": bits}) for bits in (2, 3, 7)),
     ("pack_words", _CODE, {"base": 3, "each": 40}),
     *(("signs", _CODE, {"sign": s, "big": s == 2, "last": s == 0}) for s in range(3)),
-    ("look", {}, {"what": 2}),
+    ("look", {}, {"what": 1}),
     ("count_zeros", {}, {}),
     ("draw_zeros", _CODE, {}),
-    ("from_digits", _TO, {"base": 255, "bits": 8, "each": 0, "listed": False, "how": 1}),
-    ("from_digits", _TO, {"base": 3, "bits": 0, "each": 40, "listed": True, "how": 0}),
-    *(("from_bits", _TO, {"constant": c, "paired": not c, "how": 2}) for c in (False, True)),
-    ("from_natural", _TO, {"how": 1}),
+    ("decode", _TO, {"kind": 0, "base": 255, "bits": 8, "each": 0, "listed": False, "how": 1}),
+    ("decode", _TO, {"kind": 0, "base": 3, "bits": 0, "each": 40, "listed": True, "how": 0}),
+    *(("decode", _TO, {"kind": 1, **_BITS, "listed": x, "how": 2}) for x in (False, True)),
+    *(("decode", _TO, {"kind": kind, **_BITS, "listed": False, "how": 1}) for kind in (2, 3)),
 ]
 
 

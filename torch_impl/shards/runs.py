@@ -100,9 +100,9 @@ class _OnDevice:
         self._codes = codes
 
     def encode(self, x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-        made = self._codes.encode(x, [], codes)
-        made.take_off(x)
-        flags = made.notes.view(len(self._codes.layout), -1)[:, 0]  # of runs that are not finite
+        notes = self._codes.encode(x, [], codes)
+        self._codes.read(codes, x, self._codes.TAKE_OFF)
+        flags = notes.view(len(self._codes.layout), -1)[:, 0]  # of runs that are not finite
         return torch.where(flags.any(), math.nan, 0.0)
 
     def read(
@@ -110,4 +110,4 @@ class _OnDevice:
     ) -> None:
         if not add:
             out.zero_()
-        self._codes.read(codes, out, add=True, ranks=ranks)
+        self._codes.read(codes, out, self._codes.ADD, ranks)

@@ -1,4 +1,4 @@
-"""The Triton kernels of :mod:`hvd_compress.torch.triton.code_loops`: numbers (float32) to codes,
+"""The Triton kernels of :mod:`hvd_compress.torch.triton.codecs`: numbers (float32) to codes,
 and back.
 
 They compute what kernels/codecs.h does in C++, with the same bits: each operation is rounded once,
@@ -14,15 +14,17 @@ from .kernels import INFINITY, magnitudes
 from .philox import FIRST, PLACE, drawn, philox
 from .task_kernels import CODE, HEADS, LENGTH, SIZE, START, N, entry, in_range, short, taken
 
-#: how numbers become digits; see :class:`hvd_compress.kernels.codecs.Digits`
-LINEAR, UNIFORM, EXPONENTIAL, TERNARY, FLOAT8 = (tl.constexpr(i) for i in range(5))
+#: how numbers become digits, see :class:`hvd_compress.kernels.codecs.Digits`, or exponents
+LINEAR, UNIFORM, EXPONENTIAL, TERNARY, FLOAT8, NATURAL = (tl.constexpr(i) for i in range(6))
+#: what codes are: digits; bits for a level or its negative; bits for one of two levels of a run;
+#: exponents, and then bits for signs
+DIGITS, LEVELS, PAIRS, POWERS = (tl.constexpr(i) for i in range(4))
 #: of which elements a bit is set
 NEGATIVE, POSITIVE, NOT_NEGATIVE = (tl.constexpr(i) for i in range(3))
 #: what is done with decoded values
 WRITE, ADD, TAKE_OFF = (tl.constexpr(i) for i in range(3))
-#: notes of a task: whether an element is not finite; how many zeros were drawn for; whether an
-#: element of what is left is not finite
-INFINITE, ZEROS, LEFT, NOTES = (tl.constexpr(i) for i in range(4))
+#: notes of a task: whether an element is not finite, and whether one of what is left is not
+INFINITE, LEFT, NOTES = (tl.constexpr(i) for i in range(3))
 
 #: of a tensor in a message: see :mod:`hvd_compress.fused.coded_plan`
 FINE, NOT_FINITE, OVERFLOWS = (tl.constexpr(i) for i in range(3))
@@ -71,22 +73,6 @@ def _float8(size, x, mantissa: tl.constexpr, bias: tl.constexpr):
     return code | ((x.to(tl.int32, bitcast=True) >> 24) & 128)
 
 
-@triton.jit
-def exponents(x, draws, code, notes, tasks, blocks, is_drawn: tl.constexpr, width: tl.constexpr):
-    """Write the exponent (uint8) of one of the two powers of two beside each element: the nearer
-    one, if there are no random numbers."""
-    task, block = taken(blocks)
-    at, inside, limit = drawn(draws + PLACE * task, block, short(tasks, task, N), is_drawn, width)
-    own = tl.load(x + entry(tasks, task, START) + at, mask=inside, other=0.0)
-    _note(notes, task, own, INFINITE)
-    if not is_drawn:
-        limit = tl.full((width,), 0.5, tl.float32)
-    bits = magnitudes(own)
-    part = (bits & 0x7FFFFF).to(tl.float32)
-    exponent = tl.minimum((bits >> 23) + (limit * 8388608.0 < part).to(tl.int32), 255)
-    tl.store(code + entry(tasks, task, CODE) + at, exponent.to(tl.uint8), mask=inside)
-
-
 @triton.jit(do_not_specialize=["levels"])
 def quantise(
     x, heads, limits, grid, draws, digits, notes, tasks, blocks, levels,
@@ -94,15 +80,24 @@ def quantise(
     mantissa: tl.constexpr, bias: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Write a digit (uint8) for each element, by the scale of its run, from ``place`` on.
-    ``levels`` is the number of levels of each sign, or the largest number of a format."""
+    ``levels`` is the number of levels of each sign, or the largest number of a format.
+
+    A ``NATURAL`` digit is the exponent of one of the two powers of two beside the element.  It is
+    that of the nearer one, if there are no random numbers."""
     task, block = taken(blocks)
     at, inside, number = drawn(draws + PLACE * task, block, short(tasks, task, N), is_drawn, width)
     own = tl.load(x + entry(tasks, task, START) + at, mask=inside, other=0.0)
     _note(notes, task, own, INFINITE)
-    run = at // short(tasks, task, LENGTH)
-    scale = tl.load(heads + entry(tasks, task, HEADS) + run, mask=inside, other=1.0)
     most = tl.zeros((width,), tl.float32) + levels
-    if kind == TERNARY:
+    if kind != NATURAL:
+        run = at // short(tasks, task, LENGTH)
+        scale = tl.load(heads + entry(tasks, task, HEADS) + run, mask=inside, other=1.0)
+    if kind == NATURAL:
+        bits = magnitudes(own)
+        part = (bits & 0x7FFFFF).to(tl.float32)
+        limit = number if is_drawn else tl.full((width,), 0.5, tl.float32)
+        digit = tl.minimum((bits >> 23) + (limit * 8388608.0 < part).to(tl.int32), 255)
+    elif kind == TERNARY:
         size = tl.abs(own)
         if clipped:
             limit = tl.load(limits + task)
@@ -233,9 +228,9 @@ def count_zeros(x, counts, tasks, blocks, width: tl.constexpr):
 
 
 @triton.jit
-def draw_zeros(x, ends, draws, out, notes, tasks, blocks, width: tl.constexpr):
-    """Set the bits of those zeros for which a number below 1/2 is drawn, one after the other, and
-    write how many there are.  ``ends`` are the numbers of zeros up to and with each program."""
+def draw_zeros(x, ends, draws, out, tasks, blocks, width: tl.constexpr):
+    """Set the bits of those zeros for which a number below 1/2 is drawn, one after the other.
+    ``ends`` are the numbers of zeros up to and with each program."""
     program = tl.program_id(0)
     task, block = taken(blocks)
     at = block * width + tl.arange(0, width)
@@ -245,7 +240,6 @@ def draw_zeros(x, ends, draws, out, notes, tasks, blocks, width: tl.constexpr):
     here, end = tl.sum(own, 0), tl.load(ends + program).to(tl.int32)
     # Those of the tasks before.
     first = tl.load(ends + program - block - 1, mask=program > block, other=0).to(tl.int32)
-    tl.atomic_max(notes + NOTES * task + ZEROS, end - first, sem="relaxed")
     if here > 0:
         rank = end - first - here + tl.cumsum(own, 0) - own
         # A number takes a word, and is below 1/2 if its first bit is 0.
@@ -265,127 +259,93 @@ def draw_zeros(x, ends, draws, out, notes, tasks, blocks, width: tl.constexpr):
 
 
 @triton.jit
-def _known(out, at, inside, how: tl.constexpr):
-    """The values that decoded ones are added to, or taken off."""
-    if how == WRITE:
-        return tl.zeros(at.shape, tl.float32)
-    return tl.load(out + at, mask=inside, other=0.0)
+def _field(code, at, inside, size, bits: tl.constexpr, base: tl.constexpr):
+    """Digits in fields of ``bits``; those of ``base`` or more are damage."""
+    start = (at % 8) * bits
+    byte = (at // 8) * bits + start // 8
+    low = tl.load(code + byte, mask=inside, other=0).to(tl.int32)
+    high = tl.load(code + byte + 1, mask=inside & (byte + 1 < size), other=0).to(tl.int32)
+    digit = ((low | (high << 8)) >> (start % 8)) & ((1 << bits) - 1)
+    return tl.minimum(digit, base - 1)
 
 
 @triton.jit
-def _given(total, value, how: tl.constexpr):
-    if how == ADD:
-        total += value
-    elif how == TAKE_OFF:
-        total -= value
-    else:
-        total = value
-    return total
+def _digit_of_word(
+    code, at, inside, size, n, powers, each: tl.constexpr, base: tl.constexpr, width: tl.constexpr
+):
+    """Digits of which ``each`` are in a word, whose places are worth the ``powers``."""
+    word = at // each
+    held = tl.zeros((width,), tl.uint64)
+    for i in tl.static_range(8):
+        byte = 8 * word + i
+        own = tl.load(code + byte, mask=inside & (byte < size), other=0)
+        held |= own.to(tl.uint64) << (8 * i)
+    place = tl.minimum(n - word * each, each) - 1 - at % each
+    power = tl.load(powers + place, mask=inside, other=1).to(tl.uint64, bitcast=True)
+    return ((held // power) % base).to(tl.int32)
+
+
+@triton.jit
+def _bit(code, at, inside, big: tl.constexpr):
+    """Bits, of which the first of a byte is its lowest, or its highest if ``big``."""
+    place = 7 - at % 8 if big else at % 8
+    return (tl.load(code + at // 8, mask=inside, other=0).to(tl.int32) >> place) & 1
 
 
 @triton.jit(do_not_specialize=["zero", "ranks", "row"])
-def from_digits(
+def decode(
     code, heads, table, powers, out, tasks, blocks, ranks, row, zero, unit,
-    base: tl.constexpr, bits: tl.constexpr, each: tl.constexpr, listed: tl.constexpr,
-    how: tl.constexpr, width: tl.constexpr,
+    kind: tl.constexpr, base: tl.constexpr, bits: tl.constexpr, each: tl.constexpr,
+    listed: tl.constexpr, how: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Write what digits stand for, times the scale of their run, or add it, or take it off.  Digits
-    have ``bits`` bits each, or are ``each`` in a word, whose places are worth the ``powers``.
+    """Write what the codes of a ``kind`` stand for, or add it, or take it off.
+
+    Digits have ``bits`` bits, or are ``each`` in a word.  They stand for their difference from
+    ``zero``, or for a number of the ``table`` if that is ``listed``.  Its unit is the scale of
+    their run / ``unit``.  A level is the head of the task, or the only number of the table.
 
     Codes of so many ``ranks``, which are ``row`` bytes apart, are added one after the other."""
     task, block = taken(blocks)
-    at, n, size = (
-        block * width + tl.arange(0, width),
-        short(tasks, task, N),
-        short(tasks, task, SIZE),
-    )
-    inside = at < n
+    at, n = block * width + tl.arange(0, width), short(tasks, task, N)
+    inside, size = at < n, short(tasks, task, SIZE)
     code += entry(tasks, task, CODE)
     heads += entry(tasks, task, HEADS)
     out += entry(tasks, task, START)
     run = at // short(tasks, task, LENGTH)
-    total = _known(out, at, inside, how)
+    total = tl.zeros((width,), tl.float32)
+    if how != WRITE:
+        total = tl.load(out + at, mask=inside, other=0.0)
     for _ in range(ranks):
-        if each == 0:
-            start = (at % 8) * bits
-            byte = (at // 8) * bits + start // 8
-            low = tl.load(code + byte, mask=inside, other=0).to(tl.int32)
-            high = tl.load(code + byte + 1, mask=inside & (byte + 1 < size), other=0).to(tl.int32)
-            digit = ((low | (high << 8)) >> (start % 8)) & ((1 << bits) - 1)
-            digit = tl.minimum(digit, base - 1)  # others are damage
-        else:
-            word = at // each
-            held = tl.minimum(n - word * each, each)
-            held_there = tl.zeros((width,), tl.uint64)
-            for i in tl.static_range(8):
-                byte = 8 * word + i
-                own = tl.load(code + byte, mask=inside & (byte < size), other=0)
-                held_there |= own.to(tl.uint64) << (8 * i)
-            place = held - 1 - at % each
-            power = tl.load(powers + place, mask=inside, other=1).to(tl.uint64, bitcast=True)
-            digit = ((held_there // power) % base).to(tl.int32)
-        scale = tl.load(heads + run, mask=inside, other=0.0)
-        scale = tl.div_rn(scale, tl.full((width,), 1.0, tl.float32) * unit)
-        if listed:
-            value = tl.load(table + digit, mask=inside, other=0.0)
-        else:
-            value = (digit - zero).to(tl.float32)
-        total = _given(total, value * scale, how)
-        code += row
-        heads += row // 4
-    tl.store(out + at, total, mask=inside)
-
-
-@triton.jit(do_not_specialize=["ranks", "row"])
-def from_bits(
-    code, heads, one, out, tasks, blocks, ranks, row,
-    constant: tl.constexpr, paired: tl.constexpr, how: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
-    """Write one of two levels for each bit, or add it, or take it off.
-
-    The levels are the ``paired`` heads of its run, where the first bit of a byte is its highest.
-    Otherwise they are the head of the task, or the ``constant`` that is ``one``, and its negative.
-    ``ranks`` and ``row`` are as in :func:`from_digits`.
-    """
-    task, block = taken(blocks)
-    at = block * width + tl.arange(0, width)
-    inside, place = at < short(tasks, task, N), at % 8
-    if paired:
-        place = 7 - place
-    code += entry(tasks, task, CODE)
-    heads += entry(tasks, task, HEADS)
-    out += entry(tasks, task, START)
-    run = at // short(tasks, task, LENGTH)
-    total = _known(out, at, inside, how)
-    for _ in range(ranks):
-        bit = (tl.load(code + at // 8, mask=inside, other=0).to(tl.int32) >> place) & 1
-        if paired:
+        if kind == DIGITS:
+            if each == 0:
+                digit = _field(code, at, inside, size, bits, base)
+            else:
+                digit = _digit_of_word(code, at, inside, size, n, powers, each, base, width)
+            scale = tl.load(heads + run, mask=inside, other=0.0)
+            scale = tl.div_rn(scale, tl.full((width,), 1.0, tl.float32) * unit)
+            if listed:
+                value = tl.load(table + digit, mask=inside, other=0.0)
+            else:
+                value = (digit - zero).to(tl.float32)
+            value = value * scale
+        elif kind == LEVELS:
+            level = tl.load(table if listed else heads)
+            value = tl.where(_bit(code, at, inside, False) != 0, level, -level)
+        elif kind == PAIRS:
+            bit = _bit(code, at, inside, True)
             value = tl.load(heads + 2 * run + bit, mask=inside, other=0.0)
         else:
-            level = tl.load(one if constant else heads)
-            value = tl.where(bit != 0, level, -level)
-        total = _given(total, value, how)
+            exponent = tl.load(code + at, mask=inside, other=0).to(tl.int32)
+            sign = _bit(code + n, at, inside, False)
+            value = ((exponent << 23) | (sign << 31)).to(tl.float32, bitcast=True)
+        if how == ADD:
+            total += value
+        elif how == TAKE_OFF:
+            total -= value
+        else:
+            total = value
         code += row
         heads += row // 4
-    tl.store(out + at, total, mask=inside)
-
-
-@triton.jit(do_not_specialize=["ranks", "row"])
-def from_natural(code, out, tasks, blocks, ranks, row, how: tl.constexpr, width: tl.constexpr):
-    """Write powers of two, or add them, or take them off; ``ranks`` and ``row`` as in
-    :func:`from_digits`."""
-    task, block = taken(blocks)
-    at, n = block * width + tl.arange(0, width), short(tasks, task, N)
-    inside = at < n
-    code += entry(tasks, task, CODE)
-    out += entry(tasks, task, START)
-    total = _known(out, at, inside, how)
-    for _ in range(ranks):
-        exponent = tl.load(code + at, mask=inside, other=0).to(tl.int32)
-        sign = (tl.load(code + n + at // 8, mask=inside, other=0).to(tl.int32) >> (at % 8)) & 1
-        value = ((exponent << 23) | (sign << 31)).to(tl.float32, bitcast=True)
-        total = _given(total, value, how)
-        code += row
     tl.store(out + at, total, mask=inside)
 
 

@@ -1,8 +1,8 @@
-"""Codecs for tensors in a GPU's memory, in Triton, with the same bits as on the host.
+"""The loops of :mod:`hvd_compress.kernels.codecs` in Triton, for a GPU's memory: the same bits.
 
-Codes are made where tensors are, and come to the host in one copy.  With them comes a note of each
-tensor whether it was finite: the only thing that the host waits for.  Codes of other ranks are
-copied to the GPU as bytes, and decoded or added there.
+Each kind turns numbers into codes (uint8), and back, of many runs of elements at once.  Random
+numbers are those of the counter-based generator, which each program computes from its place in the
+stream.  The host waits for nothing.
 """
 
 from __future__ import annotations
@@ -13,19 +13,34 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+from numpy.typing import ArrayLike
 
 from hvd_compress.codecs import Codec
+from hvd_compress.codecs.ternary import Ternary
 from hvd_compress.kernels import is_compiled
-from hvd_compress.kernels.codecs import Signs, move, place_of, skip, words_of
+from hvd_compress.kernels.bitpacking import digits_of_a_word, field_of
+from hvd_compress.kernels.codecs import Digits, Halves, Natural, Signs, place_of, words_of
 
 from ..backend import from_numpy
-from . import code_loops as loops
-from .codec_kernels import ADD, INFINITE, LEFT, NOTES, TAKE_OFF, WRITE
-from .tasks import Layout
+from . import codec_kernels as kernels
+from . import sum_kernels as terms
+from .codec_kernels import INFINITE, NOTES, WRITE
+from .sums import limits_of, of_sums, pairs_of_means, scales, sums
+from .task_kernels import CODE, START
+from .tasks import EXACT, WIDTH, Layout, Span
 
 #: places within a tensor and its code are 32-bit integers
 _MOST = 2**30
-_Random = np.random.Generator
+_FLOAT32 = np.dtype(np.float32)
+_LOOPS = (Digits, Ternary, Natural, Signs, Halves)
+_KINDS = {
+    "linear": kernels.LINEAR,
+    "uniform": kernels.UNIFORM,
+    "exponential": kernels.EXPONENTIAL,
+    "ternary": kernels.TERNARY,
+    "float8": kernels.FLOAT8,
+}
 
 
 class Codes:
@@ -35,226 +50,248 @@ class Codes:
     Args:
         codecs, spans: of the runs.
         like: a tensor on the GPU.
-        places: the first byte of each run's code, multiples of 4; ``None``: they are end to end.
+        places: the first byte of each run's code, multiples of 4.
 
     Attributes:
         layout: the tables of the kernels.
     """
+
+    #: what :meth:`read` does with values, unless it writes them
+    ADD, TAKE_OFF = kernels.ADD, kernels.TAKE_OFF
 
     def __init__(
         self,
         codecs: Sequence[Codec],
         spans: Sequence[slice],
         like: torch.Tensor,
-        places: Sequence[int] | None = None,
+        places: Sequence[int],
     ) -> None:
-        self._loops = loops.loops_of(codecs[0])
+        self._loops: Any = codecs[0]._loops
         pairs = zip(codecs, spans, strict=True)
-        self.layout = Layout([loops.span_of(codec, own) for codec, own in pairs], like, places)
-        self._codes, self._like = self.layout.codes, self.layout.tasks
+        self.layout = Layout([_span_of(codec, own) for codec, own in pairs], like, places)
+        self._tables = self.layout.tasks, self.layout.elements
+        self._grid = (len(self.layout.elements),)
 
     @staticmethod
     def takes(codec: Codec, n: int, once: bool = True) -> bool:
         """Return whether there are codes of ``n`` elements, or with ``once=False`` of several runs
         for which one generator draws."""
-        own = loops.loops_of(codec)
-        if own is None or not 0 < n < _MOST or codec.takes_non_finite:
+        own: Any = codec._loops
+        if type(own) not in _LOOPS or not 0 < n < _MOST or codec.takes_non_finite:
             return False
         if own.draws and not is_compiled():  # which say where random numbers begin
             return False
         return once or not _draws_zeros(own)
 
-    @property
-    def draws(self) -> bool:
-        return self._loops.draws or _draws_zeros(self._loops)
-
-    def can_draw(self, random: _Random | None) -> bool:
-        """Return whether kernels can go on in a generator's stream."""
-        return not self.draws or self._place_of(random) is not None
-
     def encode(
-        self,
-        x: torch.Tensor,
-        randoms: Sequence[_Random | None],
-        codes: torch.Tensor | None = None,
-    ) -> Made:
-        """Return the codes of ``x``, given the generator of each run; in memory of their own, or
-        where ``codes`` are.
-
-        Raises:
-            ValueError: kernels can draw nothing from a generator.
-        """
-        draws = self._drawn(randoms) if self.draws else None
-        nbytes = self.layout.nbytes if codes is None else 0
-        size = nbytes + 4 * NOTES.value * len(self.layout)
-        room = torch.empty(size, dtype=torch.uint8, device=x.device)
-        notes = room[nbytes:].view(torch.int32)
-        notes.zero_()
-        tasks = loops.Tasks(x, self.layout, draws, notes)
-        codes = room[:nbytes] if codes is None else codes
+        self, x: torch.Tensor, randoms: Sequence[np.random.Generator | None], codes: torch.Tensor
+    ) -> torch.Tensor:
+        """Write the codes of ``x``, given the generator of each run.  Return notes (int32) of each
+        run: whether it, and what is left of it, is not finite; :meth:`look` notes the latter."""
+        loops = self._loops
+        draws = self._drawn(randoms) if loops.draws or _draws_zeros(loops) else None
         with torch.cuda.device_of(x):
-            loops.encode(self._loops, tasks, codes)
-        return Made(self._loops, tasks, codes, room)
-
-    def read(
-        self, codes: torch.Tensor, out: torch.Tensor, add: bool = False, ranks: int = 1
-    ) -> None:
-        """Write the values of codes on the GPU, or add those of several ranks one after the
-        other."""
-        with torch.cuda.device_of(out):
-            loops.decode(self._loops, self.layout, codes, out, ADD if add else WRITE, ranks)
-
-    def look(self, x: torch.Tensor) -> torch.Tensor:
-        """Return notes of which runs of ``x`` are not finite."""
-        notes = torch.zeros(NOTES.value * len(self.layout), dtype=torch.int32, device=x.device)
-        with torch.cuda.device_of(x):
-            loops.look(loops.Tasks(x, self.layout, None, notes), INFINITE)
+            notes = self._notes(x)
+            _ENCODE[type(loops)](self, x, codes, notes, draws)
         return notes
 
-    def decode(self, codes: Sequence[np.ndarray], out: torch.Tensor, add: bool = False) -> None:
-        """Write what the codes of all runs decode to, or add it."""
-        nbytes = self.layout.nbytes
-        room = torch.empty(nbytes, dtype=torch.uint8, pin_memory=out.is_cuda)
-        on_host = room.numpy()
-        for own, code in zip(self._codes, codes, strict=True):
-            on_host[own] = code
-        moved = room.to(out.device, non_blocking=True)
-        self.read(moved, out, add)
+    def read(
+        self, codes: torch.Tensor, out: torch.Tensor, how: Any = WRITE, ranks: int = 1
+    ) -> None:
+        """Write what codes decode to where the elements of their runs are in ``out``, or add it, or
+        take it off: ``how``.  Codes may be those of several ranks end to end, which are added one
+        after the other."""
+        loops, heads = self._loops, codes.view(torch.float32)
+        own: Any = loops.digits if isinstance(loops, Ternary) else loops
+        table: Any = None
+        powers, zero, unit, form = heads, 0, 1.0, {"bits": 1, "each": 0, "base": 2}
+        if isinstance(own, Digits):
+            kind, table, zero, unit = kernels.DIGITS, own.table, own.zero, float(own.unit)
+            bits, each = field_of(own.base), digits_of_a_word(own.base)
+            powers = _powers(own.base, each, out.device)
+            form = {"bits": bits or 0, "each": 0 if bits else each, "base": own.base}
+        elif isinstance(own, Signs):
+            kind = kernels.LEVELS
+            table = None if isinstance(own.scale, str) else [own.scale]
+        else:
+            kind = kernels.PAIRS if isinstance(own, Halves) else kernels.POWERS
+        with torch.cuda.device_of(out):
+            kernels.decode[self._grid](
+                *(codes, heads, heads if table is None else _constant(table, out.device), powers),
+                *(out, *self._tables, ranks, codes.numel() // ranks, zero, unit),
+                kind=kind,
+                **form,
+                listed=table is not None,
+                how=how,
+                width=WIDTH,
+                **EXACT,
+            )
 
-    def _place_of(self, random: _Random | None) -> Any:
-        if random is None:
-            return None
-        return words_of(random) if _draws_zeros(self._loops) else place_of(random)
+    def look(
+        self, x: torch.Tensor, what: Any = INFINITE, notes: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Note which runs of ``x`` are not finite, among ``what`` is known of them already."""
+        notes = self._notes(x) if notes is None else notes
+        with torch.cuda.device_of(x):
+            kernels.look[self._grid](x, notes, *self._tables, what=what, width=WIDTH)
+        return notes
 
-    def _drawn(self, randoms: Sequence[_Random | None]) -> torch.Tensor:
+    def _notes(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(NOTES.value * len(self.layout), dtype=torch.int32, device=x.device)
+
+    def _drawn(self, randoms: Sequence[np.random.Generator | None]) -> torch.Tensor:
         """Return the place in its stream of each run; runs that share a generator are one after the
         other."""
+        find: Any = words_of if _draws_zeros(self._loops) else place_of
         rows, places, drawn = [], {}, {}
         for random, n in zip(randoms, self.layout.sizes, strict=True):
             number = id(random)
             if number not in places:
-                places[number], drawn[number] = self._place_of(random), 0
-            if (place := places[number]) is None:
-                raise ValueError(f"kernels can draw nothing from {random!r}")
-            key, counter, first = place
+                places[number], drawn[number] = find(random), 0
+            key, counter, first = places[number]
             rows.append((*key, *counter, first + drawn[number]))
             drawn[number] += n
-        return from_numpy(np.array(rows, np.uint64).view(np.int64), self._like)
+        return from_numpy(np.array(rows, np.uint64).view(np.int64), self.layout.tasks)
 
-
-class Made:
-    """Codes that were made, in the memory of a GPU.
-
-    Attributes:
-        notes: of each run, whether it and what is left of it was finite, and how many zeros were
-            drawn for.
-    """
-
-    def __init__(
-        self, own: Any, tasks: loops.Tasks, codes: torch.Tensor, room: torch.Tensor
+    def _put_signs(
+        self,
+        x: torch.Tensor,
+        codes: torch.Tensor,
+        notes: torch.Tensor,
+        sign: Any,
+        big: bool = False,
+        last: bool = False,
     ) -> None:
-        self._loops, self._tasks, self._codes, self._room = own, tasks, codes, room
-        self.notes = tasks.notes
+        kernels.signs[self._grid](
+            *(x, codes, notes, *self._tables), sign=sign, big=big, last=last, width=WIDTH
+        )
 
-    def decode(self, out: torch.Tensor) -> None:
-        """Write what they decode to, each run where its elements are."""
-        self._decode(out, WRITE)
-
-    def take_off(self, out: torch.Tensor) -> None:
-        """Subtract what they decode to."""
-        self._decode(out, TAKE_OFF)
-
-    def look(self, left: torch.Tensor) -> None:
-        """Note whether what is left, the elements of the runs, is finite."""
-        with torch.cuda.device_of(left):
-            loops.look(self._tasks._replace(x=left), LEFT)
-
-    def arrived(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """Return the codes of each run, and the notes.  The host waits for it."""
-        on_host = torch.empty_like(self._room, device="cpu", pin_memory=self._room.is_cuda)
-        arrived = on_host.copy_(self._room).numpy()
-        layout = self._tasks.layout
-        notes = arrived[layout.nbytes :].view(np.int32).reshape(-1, NOTES.value)
-        return [arrived[own] for own in layout.codes], notes
-
-    def _decode(self, out: torch.Tensor, how: Any) -> None:
-        with torch.cuda.device_of(out):
-            loops.decode(self._loops, self._tasks.layout, self._codes, out, how)
-
-
-def placed(codec: Codec, like: torch.Tensor) -> CoderOnDevice | None:
-    """Return the codec for flat tensors on the GPU of ``like``.
-
-    ``None``: the host alone has loops, as for float64 and for codecs that NumPy serves.
-    """
-    if like.dtype != torch.float32 or not Codes.takes(codec, like.numel()):
-        return None
-    return CoderOnDevice(codec, like.device)
-
-
-class CoderOnDevice:
-    """``codec`` with its bytes in host memory and its numbers, float32, on a GPU; see
-    :class:`hvd_compress.codecs.base.Coder`."""
-
-    def __init__(self, codec: Codec, device: torch.device) -> None:
-        self._codec, self._device = codec, device
-
-    def __repr__(self) -> str:
-        return repr(self._codec)  # which is what frames are marked with
-
-    def size(self, n: int, dtype: np.dtype) -> int:
-        return self._codec.size(n, dtype)
-
-    def zeros(self, n: int, dtype: np.dtype) -> torch.Tensor:
-        return torch.zeros(n, dtype=torch.float32, device=self._device)
-
-    def put(
+    def _quantise(
         self,
+        own: Any,
         x: torch.Tensor,
-        random: np.random.Generator,
-        out: np.ndarray,
-        sent: torch.Tensor | None = None,
-    ) -> bool:
-        n = x.numel()
-        if not n:  # of which a code may still have a scale
-            return self._codec.put(x.cpu().numpy(), random, out)
-        codes = _codes_of(self._codec, n, self._device)
-        if not codes.can_draw(random):
-            return self._put_by_host(x, random, out, sent)
-        made = codes.encode(x, [random])
-        if sent is not None:
-            made.decode(sent)
-        (code,), ((infinite, zeros, _),) = made.arrived()
-        if infinite:
-            return False
-        if _draws_zeros(codes._loops):
-            skip(random, int(zeros))
-        elif (place := place_of(random)) and codes.draws:
-            move(random, place, n)
-        out[:] = code
-        return True
+        codes: torch.Tensor,
+        notes: torch.Tensor,
+        draws: torch.Tensor | None,
+        limits: torch.Tensor | None = None,
+    ) -> None:
+        """Write a digit for each element, by the scales that are in front already; or with
+        ``Natural`` an exponent."""
+        layout, heads = self.layout, codes.view(torch.float32)
+        kind, most, grid, form = kernels.NATURAL, 0, heads, (0, 0)
+        bits: int | None = 8
+        if isinstance(own, Digits):
+            kind, most, form = _KINDS[own.kind], _most(own), (own.mantissa, own.bias)
+            bits, each = field_of(own.base), digits_of_a_word(own.base)
+            grid = _constant(own.grid, x.device) if own.grid else heads
+        digits = codes if bits == 8 else torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
+        kernels.quantise[self._grid](
+            *(x, heads, heads if limits is None else limits, grid, x if draws is None else draws),
+            *(digits, notes, *self._tables, most),
+            kind=kind,
+            is_drawn=draws is not None,
+            clipped=limits is not None,
+            place=CODE if bits == 8 else START,
+            mantissa=form[0],
+            bias=form[1],
+            width=WIDTH,
+            **EXACT,
+        )
+        if bits is None:
+            kernels.pack_words[(len(layout.words),)](
+                digits, codes, layout.tasks, layout.words, base=own.base, each=each, width=WIDTH
+            )
+        elif bits < 8:
+            kernels.pack_fields[(len(layout.packed),)](
+                digits, codes, layout.tasks, layout.packed, bits=bits, width=WIDTH
+            )
 
-    def _put_by_host(
-        self,
-        x: torch.Tensor,
-        random: np.random.Generator,
-        out: np.ndarray,
-        sent: torch.Tensor | None,
-    ) -> bool:
-        fine = self._codec.put(x.cpu().numpy(), random, out)
-        if fine and sent is not None:
-            self.decode_to(out, sent)
-        return fine
+    def _encode_digits(
+        self, x: torch.Tensor, codes: torch.Tensor, notes: torch.Tensor, draws: torch.Tensor | None
+    ) -> None:
+        loops, layout, heads = self._loops, self.layout, codes.view(torch.float32)
+        own, clip = loops, None
+        if isinstance(loops, Ternary):
+            own, clip = loops.digits, loops.codec.clip
+        limits = None if clip is None else limits_of(x, layout, clip)
+        if own.l2:
+            of_sums(sums(x, layout, terms.SQUARE), layout, heads, terms.ROOT)
+        else:
+            scales(x, layout, heads, _KINDS[own.kind], _most(own), limits)
+        self._quantise(own, x, codes, notes, draws, limits)
 
-    def decode_to(self, code: np.ndarray, out: torch.Tensor, add: bool = False) -> None:
-        if out.numel():
-            _codes_of(self._codec, out.numel(), self._device).decode([code], out, add)
+    def _encode_natural(
+        self, x: torch.Tensor, codes: torch.Tensor, notes: torch.Tensor, draws: torch.Tensor | None
+    ) -> None:
+        self._quantise(self._loops, x, codes, notes, draws)
+        self._put_signs(x, codes, notes, kernels.NEGATIVE, last=True)
+
+    def _encode_signs(
+        self, x: torch.Tensor, codes: torch.Tensor, notes: torch.Tensor, draws: torch.Tensor | None
+    ) -> None:
+        if draws is not None:
+            self._put_signs(x, codes, notes, kernels.POSITIVE)
+            counts = torch.empty(*self._grid, dtype=torch.int32, device=x.device)
+            kernels.count_zeros[self._grid](x, counts, *self._tables, width=WIDTH)
+            kernels.draw_zeros[self._grid](
+                *(x, counts.cumsum(0), draws, codes, *self._tables), width=WIDTH
+            )
+            return
+        if isinstance(scale := self._loops.scale, str):
+            term, kind = terms.SQUARE, terms.MEAN_ROOT
+            if scale == "l1":
+                term, kind = terms.MAGNITUDE, terms.MEAN
+            found = sums(x, self.layout, term)
+            of_sums(found, self.layout, codes.view(torch.float32), kind)
+        self._put_signs(x, codes, notes, kernels.NOT_NEGATIVE)
+
+    def _encode_halves(
+        self, x: torch.Tensor, codes: torch.Tensor, notes: torch.Tensor, draws: torch.Tensor | None
+    ) -> None:
+        pairs_of_means(x, self.layout, codes.view(torch.float32))
+        self._put_signs(x, codes, notes, kernels.NOT_NEGATIVE, big=True)
 
 
-@functools.lru_cache(maxsize=256)
-def _codes_of(codec: Codec, n: int, device: torch.device) -> Codes:
-    return Codes([codec], [slice(0, n)], torch.empty(0, device=device))
+_ENCODE: dict[type, Any] = {
+    Digits: Codes._encode_digits,
+    Ternary: Codes._encode_digits,
+    Natural: Codes._encode_natural,
+    Signs: Codes._encode_signs,
+    Halves: Codes._encode_halves,
+}
+
+
+def _span_of(codec: Codec, own: slice) -> Span:
+    """Return the task of some elements."""
+    loops: Any = codec._loops
+    n = own.stop - own.start
+    length = getattr(loops, "length", None) or n
+    heads = {Halves: 2, Natural: 0}.get(type(loops), 1)
+    if isinstance(loops, Signs) and not isinstance(loops.scale, str):
+        heads = 0
+    behind = codec.size(n, _FLOAT32) - 4 * heads * triton.cdiv(n, length)
+    return Span(own.start, own.stop, length, heads, behind)
 
 
 def _draws_zeros(own: Any) -> bool:
     return isinstance(own, Signs) and own.draws_zeros
+
+
+def _most(loops: Digits) -> int:
+    """The number of levels of each sign, or the largest number of a format."""
+    return int(loops.limit) if loops.kind == "float8" else loops.levels
+
+
+def _constant(numbers: ArrayLike, device: torch.device) -> torch.Tensor:
+    return _kept(np.asarray(numbers, np.float32).tobytes(), device)
+
+
+@functools.cache
+def _kept(numbers: bytes, device: torch.device) -> torch.Tensor:
+    return torch.tensor(np.frombuffer(numbers, np.float32).tolist(), device=device)
+
+
+@functools.cache
+def _powers(base: int, each: int, device: torch.device) -> torch.Tensor:
+    """The worth of the places of a word, from the lowest."""
+    return torch.tensor([base**i for i in range(each)], dtype=torch.int64, device=device)

@@ -22,7 +22,7 @@ from hvd_compress.wire.header import START
 
 from ..backend import add_scaled, copy, end_to_end, from_numpy, to_numpy
 from . import codec_kernels as kernels
-from .codecs import Codes, Made
+from .codecs import Codes
 from .tasks import EXACT, WIDTH, Layout, Table, table_of
 
 
@@ -72,9 +72,8 @@ class CodesStep:
         self._known, self._fine = (self._int32(n) for n in (len(tensors), count))
         #: addresses, by what is there
         self._places = defaultdict[str, Table](lambda: Table(self._fine))
-        #: of a step: what is left of sums, the codes, and notes of averages that are not finite
+        #: of a step: what is left of sums, and notes of averages that are not finite
         self._left = self._fine
-        self._made: Made | None = None
         self._infinite: torch.Tensor | None = None
 
     def encode(self, x: torch.Tensor, randoms: Sequence[Any]) -> list[torch.Tensor]:
@@ -85,18 +84,17 @@ class CodesStep:
             x = copy(x)
             for i, foreign in self._foreign().items():
                 add_scaled(x[self.tensors[i]], foreign, 1.0)
-        self._made = self._codes.encode(x, randoms, self._whole)
+        notes = self._codes.encode(x, randoms, self._whole)
         with torch.cuda.device_of(x):
             kernels.mark[self._grid](
-                *(self._made.notes, self._runs, self._whole, self._sent_flags, len(plan.messages))
+                *(notes, self._runs, self._whole, self._sent_flags, len(plan.messages))
             )
         return self.frames
 
     def sent(self) -> torch.Tensor:
         """Return what the codes of this rank decode to, end to end."""
-        assert self._made is not None
         sent = torch.zeros(self.tensors[-1].stop, device=self._device)
-        self._made.decode(sent)
+        self._codes.read(self._whole, sent)
         for i, foreign in self._foreign().items():
             add_scaled(sent[self.tensors[i]], foreign, -1.0)
         return sent
@@ -112,20 +110,20 @@ class CodesStep:
         if self._own is None:
             return self.reply
         self._left = left = joined([owned.arrays[i].reshape(-1)[own] for i, own, _ in plan.mine])
-        self._own.read(arrived, left, add=True, ranks=plan.size)
-        made = self._own.encode(left, randoms, self.reply)
-        made.take_off(left)
-        made.look(left)
+        self._own.read(arrived, left, kernels.ADD, plan.size)
+        notes = self._own.encode(left, randoms, self.reply)
+        self._own.read(self.reply, left, kernels.TAKE_OFF)
+        self._own.look(left, kernels.LEFT, notes)
         with torch.cuda.device_of(left):
             kernels.mark_sums[self._grid](
-                *(made.notes, self._owned, arrived, len(arrived) // plan.size, START, plan.size),
+                *(notes, self._owned, arrived, len(arrived) // plan.size, START, plan.size),
                 self.reply,
             )
         return self.reply
 
-    def mean(self, arrived: torch.Tensor) -> torch.Tensor:
-        """Return the averages end to end, given the messages of all ranks end to end; and note of
-        which tensors they are finite."""
+    def mean(self, arrived: torch.Tensor, dtype: str) -> torch.Tensor:
+        """Return the averages end to end, given the messages of all ranks end to end.  Also note of
+        which tensors they are finite, and have room in the gradients' ``dtype``."""
         plan, layout = self._plan, self._results.layout
         ranks = plan.size if plan.is_whole else 1
         total = torch.zeros(self.tensors[-1].stop, device=self._device)
@@ -135,13 +133,19 @@ class CodesStep:
                 *(self._known, self._fine),
                 is_whole=plan.is_whole,
             )
-            self._results.read(arrived, total, add=plan.is_whole, ranks=ranks)
+            how = kernels.ADD if plan.is_whole else kernels.WRITE
+            self._results.read(arrived, total, how, ranks)
             self._infinite = self._results.look(total) if plan.is_whole else None
             kernels.divide[(len(layout.elements),)](
                 *(total, self._known, layout.tasks, layout.elements, float(plan.size)),
                 width=WIDTH,
                 **EXACT,
             )
+        if dtype != "float32":
+            rounded = total.to(getattr(torch, dtype)).float()
+            notes = self._results.look(rounded).view(-1, kernels.NOTES.value)
+            has_room = (notes[:, kernels.INFINITE.value] == 0).int()
+            self._fine.scatter_reduce_(0, self._tensor_of, has_room, "amin")
         return total
 
     def write(self, what: str, to: Column, x: torch.Tensor, is_state: bool = True) -> None:
@@ -164,7 +168,7 @@ class CodesStep:
 
     def forget(self) -> None:
         """Drop what is of one step: nothing as large as the gradients is kept between steps."""
-        self._left, self._made, self._infinite = self._fine, None, None
+        self._left, self._infinite = self._fine, None
 
     def _write(
         self,

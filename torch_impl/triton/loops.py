@@ -25,7 +25,7 @@ from hvd_compress.wire.header import Header, Kind, failing, length_tag, opened
 
 from ..backend import from_numpy
 from . import kernels, low_rank
-from .codecs import Codes, placed
+from .codecs import Codes
 from .codes_step import CodesStep, joined
 from .dense import SumStep
 from .tasks import EXACT, Table, table_of
@@ -37,7 +37,6 @@ __all__ = [
     "TopKStep",
     "joined",
     "low_rank",
-    "placed",
     "stream",
 ]
 

@@ -47,32 +47,24 @@ class Layout:
     Args:
         spans: the tasks.
         like: a tensor on the GPU.
-        places: the first byte of each code, multiples of 4; ``None``: they are end to end.
+        places: the first byte of each code, heads first; multiples of 4.
 
     Attributes:
         sizes: the elements of each task.
-        codes: the bytes of its code, heads first, in an array of ``nbytes``.
         tasks: the table.
     """
 
-    def __init__(
-        self, spans: Sequence[Span], like: torch.Tensor, places: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, spans: Sequence[Span], like: torch.Tensor, places: Sequence[int]) -> None:
         self.sizes = [span.stop - span.start for span in spans]
-        self.codes: list[slice] = []
-        self._device, rows, at = like.device, [], 0
-        for i, (start, stop, length, heads, size) in enumerate(spans):
-            at = at if places is None else places[i]
+        self._device, rows = like.device, []
+        for (start, stop, length, heads, size), at in zip(spans, places, strict=True):
             behind = at + 4 * heads * triton.cdiv(stop - start, length)
             rows.append((start, stop - start, length, at // 4, behind, size))
-            self.codes.append(slice(at, behind + size))
-            at = behind + size + -size % 4  # heads are float32
-        self.nbytes = at
         self._rows, self._heads = np.array(rows, np.int64), np.array([x.heads for x in spans])
         self.tasks = self._table(self._rows)
 
     def __len__(self) -> int:
-        return len(self.codes)
+        return len(self.sizes)
 
     @functools.cached_property
     def elements(self) -> torch.Tensor:
