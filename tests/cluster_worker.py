@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
         for step in range(10_000):
             for reducer in reducers:
                 reducer.reduce({"a": gradient, "b": gradient[:1000]})
-            mpi.ring_allreduce(gradient, comm=comm)
+            mpi.allreduce(gradient, algorithm="ring", comm=comm)
             if step == 2:
                 (folder / f"{comm.rank}.ready").touch()
     except (CompressionError, MPI.Exception) as error:

@@ -6,6 +6,7 @@ called, the error, its message, the seconds until then.  ``mpi/test_failures.py`
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import numpy as np
 
 from hvd_compress import mpi
 from hvd_compress.reduce import Reducer
+from hvd_compress.requests.algorithms import DENSE
 from hvd_compress.systems import Coordinator
 from hvd_compress.systems.graphs import Diffusion
 
@@ -50,10 +52,7 @@ def stay_until_all_have_reported() -> None:
 def sizes_differ() -> None:
     """And nobody compares the calls."""
     functions: dict[str, Callable[..., Any]] = {
-        "ring": mpi.ring_allreduce,
-        "direct": mpi.direct_allreduce,
-        "recursive_doubling": mpi.recursive_doubling_allreduce,
-        "halving_doubling": mpi.halving_doubling_allreduce,
+        **{name: functools.partial(mpi.allreduce, algorithm=name) for name in DENSE},
         "hierarchical": lambda x, comm: mpi.hierarchical_allreduce(
             x, comm=comm, ranks_per_node=2, algorithm="ring"
         ),
@@ -71,17 +70,7 @@ def a_rank_sleeps(checks: int) -> None:
     comm = mpi.Communicator(timeout=TIMEOUT, checks=checks)
     if comm.rank == CULPRIT:
         time.sleep(300)
-    raise report("ring", lambda: mpi.ring_allreduce(np.ones(1000), comm=comm))
-
-
-def a_rank_does_not_come_to_mpis_own() -> None:
-    comm = mpi.Communicator(timeout=TIMEOUT, checks=0)
-    x = np.ones(10)
-    for _ in range(3):
-        mpi.allreduce(x, algorithm="mpi", comm=comm)
-    if comm.rank == CULPRIT:
-        time.sleep(300)
-    raise report("mpi", lambda: mpi.allreduce(x, algorithm="mpi", comm=comm))
+    raise report("ring", lambda: mpi.allreduce(np.ones(1000), algorithm="ring", comm=comm))
 
 
 def a_rank_does_not_come_to_make_one() -> None:
@@ -98,13 +87,13 @@ def a_rank_does_not_come_to_make_one() -> None:
 def a_rank_is_killed() -> None:
     comm = mpi.Communicator(timeout=TIMEOUT)
     x = np.ones(4_000_000, np.float32)
-    mpi.ring_allreduce(x, comm=comm)
+    mpi.allreduce(x, algorithm="ring", comm=comm)
     if comm.rank == CULPRIT:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     def on_and_on() -> None:
         while True:
-            mpi.ring_allreduce(x, comm=comm)
+            mpi.allreduce(x, algorithm="ring", comm=comm)
 
     raise report("ring", on_and_on)
 
@@ -115,7 +104,7 @@ def broken_is_broken() -> None:
     x = np.ones(10)
     calls = {
         "first": lambda: mpi.hierarchical_allreduce(x, comm=comm, ranks_per_node=2),
-        "ring": lambda: mpi.ring_allreduce(x, comm=comm),
+        "ring": lambda: mpi.allreduce(x, algorithm="ring", comm=comm),
         "hierarchical": lambda: mpi.hierarchical_allreduce(x, comm=comm, ranks_per_node=2),
     }
     if comm.rank != CULPRIT:
@@ -143,7 +132,7 @@ def a_rank_has_an_error_of_its_own() -> None:
     comm = mpi.Communicator(timeout=600)
     if comm.rank == CULPRIT:
         raise RuntimeError("an error of this rank alone")
-    mpi.ring_allreduce(np.ones(10), comm=comm)
+    mpi.allreduce(np.ones(10), algorithm="ring", comm=comm)
 
 
 def a_rank_takes_fewer_steps() -> None:
@@ -217,7 +206,6 @@ CASES: dict[str, Callable[[], None]] = {
     "sizes": sizes_differ,
     "sleeps": lambda: a_rank_sleeps(checks=20),
     "sleeps-unchecked": lambda: a_rank_sleeps(checks=0),
-    "sleeps-mpi": a_rank_does_not_come_to_mpis_own,
     "sleeps-making": a_rank_does_not_come_to_make_one,
     "killed": a_rank_is_killed,
     "broken": broken_is_broken,

@@ -35,7 +35,6 @@ from unittest import mock
 import mpi4py
 import numpy as np
 
-from hvd_compress.mpi.dense import mpi as mpis_own
 from hvd_compress.mpi.transport import channel as channels
 from hvd_compress.mpi.transport import communicator, handles, nodes, notes, progress
 from hvd_compress.mpi.tuning import measuring
@@ -192,16 +191,6 @@ class Comm:
 
     def Barrier(self) -> None:  # noqa: N802
         self.allgather(None)
-
-    def Iallreduce(self, source: Any, total: Any, op: str) -> Request:  # noqa: N802
-        def reduce(own: dict[int, Any]) -> np.ndarray:
-            arrays = [np.asarray(own[rank]).reshape(-1) for rank in range(self.size)]
-            return np.max(arrays, 0) if op == "max" else np.sum(arrays, 0, arrays[0].dtype)
-
-        def put(result: np.ndarray) -> None:
-            np.asarray(total).reshape(-1)[...] = result
-
-        return self._together(source, reduce, put)
 
     def Iallgather(self, own: np.ndarray, everything: np.ndarray) -> Request:  # noqa: N802
         return self._gather(own, everything)
@@ -556,16 +545,13 @@ class Simulation:
         broken = Ever()
         patches = [mock.patch.object(module, "MPI", library) for module in _USERS]
         patches += [
-            mock.patch.multiple(
-                progress, time=clock, os=system, _OTHERS_EVERY=1, _LOOKS=1, _LOOKS_AT_ONE=1
-            ),
+            mock.patch.multiple(progress, time=clock, os=system, _OTHERS_EVERY=1, _LOOKS=1),
             mock.patch.multiple(communicator, _broken=broken, _keyvals=[]),
             mock.patch.object(handles, "_keyvals", []),
             # All ranks are in one process, which does not end between them.
             mock.patch.multiple(notes, leave=mock.DEFAULT, read=lambda comm: {}),
-            mock.patch.object(mpis_own, "_op", lambda name: name),
-            # Nothing is measured here; constants are needed all the same, of few messages.
-            mock.patch.multiple(measuring, CHUNK=256, _CHUNKS=2, _SIZES=(8, 64), _COUNTS=(16, 32)),
+            # Nothing is measured here; times are needed all the same, of few messages.
+            mock.patch.multiple(measuring, _SIZES=(8, 64), _COUNTS=(16, 32)),
             mock.patch.object(
                 measuring, "measure", functools.partial(measuring.measure, repeats=1)
             ),

@@ -3,7 +3,7 @@
     from hvd_compress import mpi
 
     total = mpi.allreduce(gradient)                       # picks an algorithm
-    mean = mpi.ring_allreduce(gradient, op="mean", out=gradient)
+    mean = mpi.allreduce(gradient, op="mean", algorithm="ring", out=gradient)
 
 Arrays are NumPy arrays, torch tensors in host memory, or GPU arrays; every rank gets the same bits.
 """
@@ -25,14 +25,7 @@ except (ImportError, RuntimeError) as error:
 
 from hvd_compress import errors
 from hvd_compress.errors import *  # noqa: F403, errors.__all__ is the list
-from hvd_compress.mpi.calls.allreduce import (
-    allreduce,
-    direct_allreduce,
-    halving_doubling_allreduce,
-    hierarchical_allreduce,
-    recursive_doubling_allreduce,
-    ring_allreduce,
-)
+from hvd_compress.mpi.calls.allreduce import allreduce, hierarchical_allreduce
 from hvd_compress.mpi.calls.sparse_allreduce import (
     hierarchical_sparse_allreduce,
     sparse_allgather,
@@ -50,13 +43,9 @@ __all__ = [
     "MpiEngine",
     "Reduced",
     "allreduce",
-    "direct_allreduce",
-    "halving_doubling_allreduce",
     "hierarchical_allreduce",
     "hierarchical_sparse_allreduce",
     "measure",
-    "recursive_doubling_allreduce",
-    "ring_allreduce",
     "sparse_allgather",
     "sparse_allreduce",
 ]

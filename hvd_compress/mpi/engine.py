@@ -26,6 +26,7 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.errors import MismatchError
 from hvd_compress.meetings.sparse_vectors import densify, give_back
 from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.mpi.dense.algorithm import DEPTH
 from hvd_compress.mpi.dense.payloads import alltoall, broadcast
 from hvd_compress.mpi.dense.running import blocks
 from hvd_compress.mpi.sparse.running import prepare
@@ -80,7 +81,7 @@ def _reduce(request: Sum | Max, comm: Communicator, tag: int, predivide: float) 
     if len(algorithms) == 1:
         yield from algorithms[0]
     elif algorithms:
-        yield Work(comm, f"{op} of gradients", algorithms, algorithm.depth)
+        yield Work(comm, f"{op} of gradients", algorithms, DEPTH)
     result = from_bfloat16(total) if sent_from == "bfloat16" else total
     if xp is numpy:
         summed = result.astype(own_dtype, copy=False).reshape(array.shape)

@@ -9,10 +9,8 @@ import numpy as np
 
 from hvd_compress.config import is_one_of
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.dense.payloads import gather
+from hvd_compress.mpi.dense.payloads import broadcast, gather
 from hvd_compress.mpi.process_sets import ProcessSet, communicator_of, global_process_set
-from hvd_compress.mpi.transport.communicator import Communicator
-from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.wire.content import decode_bytes, encode_bytes
 from hvd_compress.wire.objects import pickled, unpickled
 
@@ -49,14 +47,9 @@ def broadcast_bytes(
         if not is_one_of(root_rank, members):
             raise ConfigError(f"root_rank={root_rank!r} is not one of the ranks {list(members)}")
     comm.agree(f"broadcast({what}, root {root_rank})", always=always)
-    comm.run("broadcast", _broadcast(comm, raw, list(members).index(root_rank)))
-
-
-def _broadcast(comm: Communicator, raw: np.ndarray, root: int) -> Algorithm:
-    """Broadcast by MPI's own collective, in pieces that its counts can express."""
-    for first in range(0, raw.size, 2**30):
-        request = comm.mpi.Ibcast(raw[first : first + 2**30], root)
-        yield from comm.collective(request, "MPI_Ibcast")
+    root = list(members).index(root_rank)
+    for first in range(0, raw.size, 2**30):  # MPI cannot count more
+        comm.run("broadcast", broadcast(comm.channel(), raw[first : first + 2**30], root))
 
 
 def allgather_object(
@@ -107,5 +100,4 @@ def broadcast_object(
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of ``process_set`` have called this."""
     comm = communicator_of(process_set)
-    comm.check()
-    comm.run("barrier", comm.collective(comm.mpi.Ibarrier(), "MPI_Ibarrier"))
+    comm.run("barrier", gather(comm.channel(), np.empty(0, np.uint8), equal_sizes=True))

@@ -24,13 +24,13 @@ def main() -> None:
         mine = everyones[world.rank].to(device)
         exact = everyones.double().sum(0)
         tolerance = {torch.float16: 1e-2, torch.bfloat16: 5e-2}.get(dtype, 1e-4)
-        for allreduce in (mpi.ring_allreduce, mpi.halving_doubling_allreduce, mpi.direct_allreduce):
-            total = allreduce(mine)
+        for algorithm in ("ring", "halving_doubling", "direct"):
+            total = mpi.allreduce(mine, algorithm=algorithm)
             assert total.device == device
             assert total.dtype == dtype
             torch.testing.assert_close(total.cpu().double(), exact, rtol=tolerance, atol=tolerance)
             kept = mine.clone()
-            assert allreduce(kept, out=kept) is kept
+            assert mpi.allreduce(kept, algorithm=algorithm, out=kept) is kept
             assert torch.equal(kept, total)
 
     indices = torch.arange(world.rank, 1000, 10, device=device)

@@ -111,8 +111,8 @@ def test_bytes_on_the_wire_are_those_that_are_counted(tmp_path):
         "comm = mpi.Communicator()\n"
         "x = np.ones(4_000_000, np.float32)\n"
         "for _ in range(2):\n"
-        "    mpi.ring_allreduce(x, comm=comm, out=x)\n"
-        "mpi.halving_doubling_allreduce(x, comm=comm, out=x)\n"
+        "    mpi.allreduce(x, algorithm='ring', comm=comm, out=x)\n"
+        "mpi.allreduce(x, algorithm='halving_doubling', comm=comm, out=x)\n"
         f"Path({str(tmp_path)!r}, str(comm.rank)).write_text(str(comm.bytes_sent))\n"
     )
     with Network(4) as network:

@@ -182,7 +182,6 @@ HOLDS = {
     "needed-no-more": a_rank_that_is_needed_no_more_may_end,
     "sleeps": a_rank_that_makes_no_call_is_named,
     "sleeps-unchecked": a_rank_that_makes_no_call_is_named,
-    "sleeps-mpi": a_rank_that_makes_no_call_is_named,
     "elsewhere": a_rank_that_waits_elsewhere_says_where,
     "fewer-steps": neighbours_of_a_rank_that_takes_fewer_steps_name_it,
     "broken": a_broken_communicator_fails_at_once,

@@ -44,9 +44,8 @@ def assert_same_everywhere(*values: Any) -> None:
 def dense_algorithms() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every dense allreduce, with its name."""
     for name in ALGORITHMS:
-        by_name = functools.partial(mpi.allreduce, algorithm=name)
-        yield name, getattr(mpi, f"{name}_allreduce", by_name)
-    names = ("direct", "ring", "mpi", "halving_doubling")
+        yield name, functools.partial(mpi.allreduce, algorithm=name)
+    names = ("direct", "ring", "recursive_doubling", "halving_doubling")
     for ranks_per_node, across in zip(LAYOUTS, names, strict=True):
         options = {"algorithm": across, "ranks_per_node": ranks_per_node}
         by_nodes = functools.partial(mpi.hierarchical_allreduce, **options)

@@ -52,7 +52,7 @@ def halves_are_rounded_once_for_both_levels() -> None:
 
 def one_node_or_one_rank_on_each_is_flat() -> None:
     x = array(world.rank, 1000, "float32")
-    want = mpi.direct_allreduce(x)
+    want = mpi.allreduce(x, algorithm="direct")
     for ranks_per_node in (1, P, P + 1):
         got = mpi.hierarchical_allreduce(x, algorithm="direct", ranks_per_node=ranks_per_node)
         assert got.tobytes() == want.tobytes()

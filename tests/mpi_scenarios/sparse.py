@@ -247,12 +247,11 @@ def auto_follows_the_cost_model() -> None:
     comm = mpi.Communicator(world, checks=0)
     n = 4096
     few, many = vector(RANK, n, 4 + RANK), vector(RANK, n, n // 2 - RANK)
-    latency = mpi.CostModel(P, 1.0, 0.0, 0.0)
-    bandwidth = mpi.CostModel(P, 0.0, 1.0, 0.0)
-    for model, mine, name in ((latency, few, "allgather"), (bandwidth, many, "split_allgather")):
-        if P == 2 and name != "allgather":
-            continue  # two ranks exchange what they have
-        comm.cost_model = model
+    points = dict.fromkeys(ALGORITHMS, ((n // 4, 2.0), (n // 3, 2.0)))
+    points |= {"allgather": ((4, 1.0), (n // 2, 3.0)), "split_allgather": ((4, 3.0), (n // 2, 1.0))}
+    comm.cost_model = mpi.CostModel(P, sparse_points=points)
+    for mine, name in ((few, "allgather"), (many, "split_allgather")):
+        comm.entries.clear()  # of the call before
         before = comm.bytes_sent
         auto = mpi.sparse_allreduce(mine, n, comm=comm)
         taken = comm.bytes_sent - before - SIZE * (P - 1)

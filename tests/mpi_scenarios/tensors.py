@@ -25,18 +25,18 @@ P, RANK = world.size, world.rank
 
 def tensors_come_back_as_tensors() -> None:
     base = array(RANK, 60, "float32")
-    want = mpi.direct_allreduce(base)
+    want = mpi.allreduce(base, algorithm="direct")
     tensor = torch.from_numpy(base.copy()).view(6, 10)
-    total = mpi.direct_allreduce(tensor)
+    total = mpi.allreduce(tensor, algorithm="direct")
     assert isinstance(total, torch.Tensor)
     np.testing.assert_array_equal(total.numpy(), want.reshape(6, 10))
     weight = torch.nn.Parameter(tensor.clone())
-    assert torch.equal(mpi.direct_allreduce(weight), total)
+    assert torch.equal(mpi.allreduce(weight, algorithm="direct"), total)
     with raises(UnsupportedError, "x.detach()", "hvd_compress.torch.mpi"):
-        mpi.direct_allreduce(2 * weight)
+        mpi.allreduce(2 * weight, algorithm="direct")
     with torch.no_grad():
-        assert torch.equal(mpi.direct_allreduce(2 * weight), 2 * total)
-    assert mpi.direct_allreduce(tensor, out=tensor) is tensor
+        assert torch.equal(mpi.allreduce(2 * weight, algorithm="direct"), 2 * total)
+    assert mpi.allreduce(tensor, algorithm="direct", out=tensor) is tensor
     assert torch.equal(tensor, total)
 
 
@@ -91,6 +91,6 @@ def sparse_tensors_come_back_as_tensors() -> None:
 
 def refusals_name_the_way_out() -> None:
     with raises(UnsupportedError, "sparse"):
-        mpi.ring_allreduce(torch.eye(3).to_sparse())
+        mpi.allreduce(torch.eye(3).to_sparse(), algorithm="ring")
     with raises(UnsupportedError, "bfloat16", "float32"):
         mpi.sparse_allreduce(Sparse(torch.arange(2), torch.ones(2).bfloat16()), 5)

@@ -20,7 +20,7 @@ from hvd_compress.integrations.mpi import Average as Average
 from hvd_compress.integrations.mpi import Compression, Max, operation
 from hvd_compress.integrations.mpi import Sum as Sum
 from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.dense.running import blocks
+from hvd_compress.mpi.dense.running import reducing
 from hvd_compress.mpi.objects import allgather_object as allgather_object
 from hvd_compress.mpi.objects import barrier as barrier
 from hvd_compress.mpi.objects import broadcast_bytes, gather_bytes
@@ -28,7 +28,6 @@ from hvd_compress.mpi.objects import broadcast_object as broadcast_object
 from hvd_compress.mpi.process_sets import ProcessSet, communicator_of, global_process_set
 from hvd_compress.mpi.process_sets import rank as rank
 from hvd_compress.mpi.transport.arrays import flatten
-from hvd_compress.mpi.transport.progress import Work
 
 from ..eager import eager
 from ..parameters import kind_without_bytes
@@ -80,9 +79,7 @@ def allreduce_async(
     call = f"allreduce({flat.dtype if name is None else name}{list(flat.shape)}, {op})"
     comm.agree(call)
     out = flat.array.copy() if isinstance(flat.array, np.ndarray) else flat.array.clone()
-    algorithm = ALGORITHMS["direct"]
-    algorithms = blocks(comm, algorithm, flat.array, flat.dtype, out, op)
-    work = Work(comm, call, algorithms, algorithm.depth)
+    work = reducing(comm, call, ALGORITHMS["direct"], flat.array, flat.dtype, out, op)
     return _Handle(work, lambda: _scaled(flat.give_back(out), postscale_factor).to(tensor.dtype))
 
 

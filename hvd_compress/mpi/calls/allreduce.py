@@ -1,12 +1,21 @@
-"""Dense allreduce: one function for each algorithm, and one that chooses."""
+"""Dense allreduce of the users' arrays, in which the result is put if they say so."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-from hvd_compress.mpi.dense.running import CHUNK, run
-from hvd_compress.mpi.transport.communicator import Comm
+import numpy as np
+
+from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
+from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.mpi.dense.algorithm import Allreduce
+from hvd_compress.mpi.dense.running import CHUNK, reducing
+from hvd_compress.mpi.transport.arrays import Flat, describe, flatten
+from hvd_compress.mpi.transport.channel import nbytes
+from hvd_compress.mpi.transport.communicator import Comm, Communicator
 from hvd_compress.mpi.transport.nodes import suffix_of
 from hvd_compress.mpi.tuning.choosing import dense, dense_by_nodes
 
@@ -20,18 +29,17 @@ def allreduce(
     comm: Comm = None,
     chunk: int = CHUNK,
 ) -> Any:
-    """Reduce an array over all ranks, which get the same bits; only NaNs may differ in theirs where
-    MPI's own allreduce adds up.
+    """Reduce an array over all ranks; every rank gets the same bits.
 
     Args:
         x: a NumPy array, a torch tensor, or a GPU array with DLPack, of one shape; float16,
             bfloat16, float32, float64 or integers.  Half precisions are added in float32 and
             rounded once.  No gradient passes: what autograd has computed is refused.
         op: "sum", "mean" (floats only) or "max" (NaN counts as largest).
-        algorithm: "ring", "halving_doubling", "recursive_doubling", "direct", "mpi" (MPI's own), or
-            "auto": the one that the measured :class:`.CostModel` expects to be fastest.
-        out: the array for the result, of the shape and dtype of ``x``, which it may be; ``None``
-            makes a new one.
+        algorithm: "ring", "halving_doubling", "recursive_doubling", "direct", or "auto": the one
+            that was fastest when it was measured on this communicator, see :class:`.CostModel`.
+        out: the array for the result, of the shape and dtype of ``x``; ``out=x`` works in place,
+            and ``None`` makes a new array.
         comm: an ``MPI.Comm`` or a :class:`Communicator`; ``None`` for all ranks.
         chunk: the bytes of a message.  The array is sent in blocks, so that one is added while
             others are on the wire.  This takes a few chunks of memory in addition to the result.
@@ -43,7 +51,7 @@ def allreduce(
     array([1., 2.])
     """
 
-    return run(x, op, algorithm, out, comm, chunk=chunk, choose=dense)
+    return _reduce(x, op, algorithm, out, comm, chunk, "allreduce", "", dense)
 
 
 def hierarchical_allreduce(
@@ -63,59 +71,91 @@ def hierarchical_allreduce(
 
     Args:
         x, op, out, comm, chunk: as for :func:`allreduce`.
-        algorithm: between nodes: "ring", "halving_doubling", "direct", "mpi", or "auto".
+        algorithm: between nodes: one of those of :func:`allreduce`.
         ranks_per_node: the number of consecutive ranks that make a node; ``None`` asks MPI which
             ranks share memory.  A number smaller than the ranks of a machine splits the machine.
     """
 
     choose = functools.partial(dense_by_nodes, ranks_per_node=ranks_per_node)
-    nodes = suffix_of(ranks_per_node)
-    return run(x, op, algorithm, out, comm, chunk=chunk, choose=choose, nodes=nodes)
+    function, nodes = "hierarchical_allreduce", suffix_of(ranks_per_node)
+    return _reduce(x, op, algorithm, out, comm, chunk, function, nodes, choose)
 
 
-def ring_allreduce(
-    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
+def _reduce(
+    x: Any,
+    op: str,
+    algorithm: str,
+    out: Any,
+    comm: Comm,
+    chunk: int,
+    function: str,
+    nodes: str,
+    choose: Callable[[Communicator, str, int, str], Allreduce],
 ) -> Any:
-    """Run :func:`allreduce` around a ring: 2 (P - 1) rounds, each rank sends 2 n (P - 1) / P bytes.
-
-    The order of additions of an element depends on its place in the array.
+    """Reduce an array over all ranks.
 
     Args:
-        x, op, out, comm, chunk: as for :func:`allreduce`, whose errors these are, too.
+        function, nodes: the name of the function that was called, and the nodes that it goes by
+            way of as text, for messages.
+        choose: returns the algorithm, given its name, the bytes and the dtype, when all ranks have
+            agreed on the call.
     """
-    return allreduce(x, op=op, algorithm="ring", out=out, comm=comm, chunk=chunk)
+    communicator = Communicator.of(comm)
+    with communicator.told():
+        check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
+        if chunk < 64:
+            raise ConfigError(f"chunk={chunk} bytes: at least 64")
+        flat = flatten(x)
+        target = _target_of(out, x, flat)
+    call, cut = f"{function}({describe(flat)}, {op}", "" if chunk == CHUNK else f", chunk={chunk}"
+    communicator.agree(f"{call}, {communicator.named(algorithm)}{nodes}{cut})")
+    chosen = choose(communicator, algorithm, nbytes(flat.array), flat.dtype)
+    call = f"{call}, {chosen.name}{nodes})"
+    reducing(communicator, call, chosen, flat.array, flat.dtype, target.array, op, chunk).wait()
+    done = target.give_back(target.array)
+    return done if out is None else _assign(out, done)
 
 
-def halving_doubling_allreduce(
-    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
-) -> Any:
-    """Run :func:`allreduce` by recursive halving and doubling: 2 log2 P rounds.
+def _target_of(out: Any, x: Any, flat: Flat) -> Flat:
+    """Return the array that the result is made in, ``out`` itself if that is possible; ``flat`` is
+    ``x`` flat.
 
-    Args:
-        x, op, out, comm, chunk: as for :func:`allreduce`, whose errors these are, too.
+    Raises:
+        ConfigError: ``out`` cannot be written, or differs from ``x`` in shape, dtype or device.
     """
-    return allreduce(x, op=op, algorithm="halving_doubling", out=out, comm=comm, chunk=chunk)
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ConfigError("out is read-only: pass an array that can be written, or out=None")
+    if out is x:
+        return flat
+    if out is not None:
+        target, is_host = flatten(out), isinstance(flat.array, np.ndarray)
+        if isinstance(target.array, np.ndarray) != is_host:
+            raise ConfigError("out and x must be on the same device")
+        if (target.dtype, target.shape) != (flat.dtype, flat.shape):
+            raise ConfigError(
+                f"out is {describe(target)} and x is {describe(flat)}: they must be alike"
+            )
+        if _is_same(target.array, flat.array):  # a view of the whole of x is x
+            return flat
+        if not (is_host and np.may_share_memory(target.array, flat.array)):
+            return target
+    array = flat.array
+    fresh = np.empty_like(array) if isinstance(array, np.ndarray) else array.new_empty(len(array))
+    return flat._replace(array=fresh)
 
 
-def recursive_doubling_allreduce(
-    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
-) -> Any:
-    """Run :func:`allreduce` by recursive doubling: log2 P rounds, each rank sends n log2 P bytes;
-    elements are always added in the same order.
-
-    Args:
-        x, op, out, comm, chunk: as for :func:`allreduce`, whose errors these are, too.
-    """
-    return allreduce(x, op=op, algorithm="recursive_doubling", out=out, comm=comm, chunk=chunk)
+def _is_same(x: Any, y: Any) -> bool:
+    """Return whether flat arrays are the same memory."""
+    if isinstance(x, np.ndarray):
+        return isinstance(y, np.ndarray) and len(x) > 0 and x.ctypes.data == y.ctypes.data
+    return x.data_ptr() == y.data_ptr()
 
 
-def direct_allreduce(
-    x: Any, *, op: str = "sum", out: Any = None, comm: Comm = None, chunk: int = CHUNK
-) -> Any:
-    """Run :func:`allreduce` with two rounds of messages from each rank to each other; elements are
-    always added in the order of the ranks.
-
-    Args:
-        x, op, out, comm, chunk: as for :func:`allreduce`, whose errors these are, too.
-    """
-    return allreduce(x, op=op, algorithm="direct", out=out, comm=comm, chunk=chunk)
+def _assign(out: Any, done: Any) -> Any:
+    """Put the result into ``out``, unless it was made there."""
+    if isinstance(out, np.ndarray):
+        if not np.may_share_memory(out, done):
+            out[...] = done
+    elif not _is_same(out, done):
+        out.detach().copy_(done)
+    return out

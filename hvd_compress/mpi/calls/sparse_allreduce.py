@@ -6,11 +6,15 @@ docs/sparse-collectives.md explains which of them to use.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from hvd_compress.base import Sparse
+from hvd_compress.config import check_choice
 from hvd_compress.meetings.sparse_vectors import give_back
+from hvd_compress.mpi.sparse import ALGORITHMS
+from hvd_compress.mpi.sparse.algorithm import Run
 from hvd_compress.mpi.sparse.allgather import gather
-from hvd_compress.mpi.sparse.running import Reduced, prepare, reduce, run
+from hvd_compress.mpi.sparse.running import Reduced, prepare, run
 from hvd_compress.mpi.transport.communicator import Comm, Communicator
 from hvd_compress.mpi.transport.nodes import suffix_of
 from hvd_compress.mpi.transport.progress import Algorithm
@@ -66,9 +70,9 @@ def sparse_allreduce(
     Args:
         sparse, n, comm, indices: as for :func:`sparse_allgather`.
         op: "sum" or "mean".
-        algorithm: "allgather", "recursive_doubling", "split_allgather", or "auto": the fastest by a
-            model measured on this communicator, see :class:`.CostModel`.  It counts with the
-            largest number of entries of a rank in the last such call.
+        algorithm: "allgather", "recursive_doubling", "split_allgather", or "auto": the one
+            that was fastest when it was measured on this communicator, see :class:`.CostModel`.  It
+            counts with the largest number of entries of a rank in the last such call.
         values: a narrower dtype for values on the wire.  Rounding errors are in ``dropped``, on the
             rank that rounded; otherwise ``dropped`` is empty.  Values too large for it become its
             largest number.
@@ -76,8 +80,8 @@ def sparse_allreduce(
     float16 is added in float32 and rounded once.
     """
 
-    choose = choosing.sparse
-    return reduce(sparse, n, op, algorithm, comm, values=values, indices=indices, choose=choose)
+    function, choose = "sparse_allreduce", choosing.sparse
+    return _reduce(sparse, n, op, algorithm, comm, values, indices, function, "", choose)
 
 
 def hierarchical_sparse_allreduce(
@@ -102,5 +106,38 @@ def hierarchical_sparse_allreduce(
     """
 
     choose = functools.partial(choosing.sparse_by_nodes, ranks_per_node=ranks_per_node)
-    nodes = suffix_of(ranks_per_node)
-    return reduce(sparse, n, op, algorithm, comm, indices=indices, choose=choose, nodes=nodes)
+    function, nodes = "hierarchical_sparse_allreduce", suffix_of(ranks_per_node)
+    return _reduce(sparse, n, op, algorithm, comm, None, indices, function, nodes, choose)
+
+
+def _reduce(
+    sparse: Sparse,
+    n: int,
+    op: str,
+    algorithm: str,
+    comm: Comm,
+    values: str | None,
+    indices: str,
+    function: str,
+    nodes: str,
+    choose: Callable[[Communicator, str], Run],
+) -> Reduced:
+    """Reduce a vector over all ranks.
+
+    Args:
+        function, nodes: the name of the function that was called, and the nodes that it goes by
+            way of as text, for messages.
+        choose: returns what adds up by the name, when all ranks have agreed on the call.
+    """
+    communicator = Communicator.of(comm)
+    with communicator.told():
+        check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
+        form, brought, rounded_off, like = prepare(sparse, n, communicator, values, indices, op)
+
+    def start() -> Algorithm:
+        return choose(communicator, algorithm)(communicator.channel(), brought, form)
+
+    call = f"{function}({form}, {communicator.named(algorithm)}{nodes})"
+    total, lost = run(communicator, call, start)
+    dropped = form.not_sent([rounded_off, lost])
+    return Reduced(give_back(form.present(total), like), give_back(dropped, like))

@@ -7,5 +7,5 @@ from hvd_compress.requests.algorithms import DENSE
 
 #: algorithms of a dense allreduce, by name
 ALGORITHMS: dict[str, Allreduce] = {
-    name: import_module(f"{__name__}.{name}").ALGORITHM for name in sorted((*DENSE, "mpi"))
+    name: import_module(f"{__name__}.{name}").ALGORITHM for name in DENSE
 }

@@ -23,11 +23,9 @@ class Allreduce:
             block of an array has that many.
         half_factor: bytes sent for a half precision, over those for an array of float32 of as many
             bytes.  Partial sums are sent as float32.
-        depth: blocks in flight at once; 1 if one must not overtake another.
     """
 
     name: str
     run: Callable[..., Any]
     pieces: Callable[[int], int]
     half_factor: float = 1.5
-    depth: int = DEPTH

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_compress.mpi.dense.algorithm import DEPTH, Allreduce
+from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.dense.direct import direct
-from hvd_compress.mpi.dense.mpi import ALGORITHM as MPIS_OWN
 from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.nodes import ACROSS, INSIDE, Nodes
 from hvd_compress.mpi.transport.progress import Algorithm
@@ -54,7 +53,5 @@ def hierarchical(nodes: Nodes, across: Allreduce, name: str) -> Allreduce:
             channel.within(inside, INSIDE), x, out, reduction, parts, reduce_across, phases
         )
 
-    # Blocks overtake each other, and MPI's own collectives must be called in one order.
-    depth = 1 if across is MPIS_OWN else DEPTH
     # Not by the algorithm: ranks that are not across together may have chosen different ones.
-    return Allreduce(name, run, lambda p: len(nodes.members) * nodes.owners, depth=depth)
+    return Allreduce(name, run, lambda p: len(nodes.members) * nodes.owners)

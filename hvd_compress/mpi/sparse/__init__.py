@@ -2,10 +2,10 @@
 
 from importlib import import_module
 
-from hvd_compress.mpi.sparse.algorithm import SparseAllreduce
+from hvd_compress.mpi.sparse.algorithm import Run
 from hvd_compress.requests.algorithms import SPARSE
 
 #: algorithms of a sparse allreduce, by name
-ALGORITHMS: dict[str, SparseAllreduce] = {
-    name: import_module(f"{__name__}.{name}").ALGORITHM for name in SPARSE
+ALGORITHMS: dict[str, Run] = {
+    name: getattr(import_module(f"{__name__}.{name}"), name) for name in SPARSE
 }

@@ -7,11 +7,10 @@ others, k (P - 1) of them, however many fall on the same places.
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, empty
-from hvd_compress.mpi.sparse.algorithm import EntryCount, SparseAllreduce, Summed
+from hvd_compress.mpi.sparse.algorithm import Summed
 from hvd_compress.mpi.sparse.messages import Format, most_bytes
 from hvd_compress.mpi.transport.channel import Channel, exchange
 from hvd_compress.mpi.transport.progress import Wait
@@ -37,14 +36,3 @@ def allgather(channel: Channel, mine: Sparse, form: Format) -> Summed:
     lengths = [form.n] * channel.size
     parts = yield from gather(channel, mine, lengths, form, "sparse allgather")
     return form.result(form.add_up(parts, form.n, form.dtype)), empty(form.wide)
-
-
-def _seconds(costs: Any, entries: EntryCount, p: int) -> float:
-    sizes_and_vectors = 2 * costs.round_with_all
-    # One vector after the other is merged into the sum so far.
-    merged = sum(entries.union(ranks) + entries.k for ranks in range(1, p))
-    moved = entries.pair * entries.k * (p - 1)
-    return sizes_and_vectors + moved * costs.fan + merged * costs.merge
-
-
-ALGORITHM = SparseAllreduce("allgather", allgather, _seconds)

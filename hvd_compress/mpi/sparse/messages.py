@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,7 +19,7 @@ from hvd_compress.wire import (
     encode_sparse,
     sparse_size,
 )
-from hvd_compress.wire.frame import CODECS, DTYPES, index_dtype
+from hvd_compress.wire.frame import CODECS, DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +98,6 @@ class Format:
             return _narrow(sums, dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             return sums.astype(dtype)
-
-    def bytes_per_entry(self, count: int) -> float:
-        """Return about how many bytes an index with its value takes on the wire, if there are
-        ``count`` of them."""
-        item = np.dtype(self.wire).itemsize
-        if self.codec == "packed" and count:
-            return item + (math.log2(self.n / count) + 1.5) / 8
-        return item + np.dtype(index_dtype(self.n)).itemsize
 
     def not_sent(self, parts: Sequence[Sparse]) -> Sparse:
         """Return the sum of the rounding errors.  Values that are not finite have reached everyone,

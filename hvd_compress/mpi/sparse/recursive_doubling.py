@@ -12,11 +12,10 @@ the first operand of every addition.  So all ranks hold the same bits, whatever 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, empty
-from hvd_compress.mpi.sparse.algorithm import EntryCount, SparseAllreduce, Summed
+from hvd_compress.mpi.sparse.algorithm import Summed
 from hvd_compress.mpi.sparse.messages import Format, most_bytes, with_values
 from hvd_compress.mpi.transport.channel import Channel, exchange
 
@@ -63,15 +62,3 @@ def recursive_doubling(channel: Channel, mine: Sparse, form: Format) -> Summed:
     for source, frame in frames.items():
         total = form.decode(frame, n, form.dtype, source)
     return total, empty(form.wide)
-
-
-def _seconds(costs: Any, entries: EntryCount, p: int) -> float:
-    steps = [1 << step for step in range(p.bit_length() - 1)]
-    rounds, moved = len(steps), sum(map(entries.message, steps))
-    if p & (p - 1):
-        rounds, moved = rounds + 2, moved + entries.pair * entries.k + entries.message(p)
-    merging = sum(2 * entries.union(ranks) for ranks in steps) * costs.merge
-    return 2 * rounds * costs.alpha + moved * costs.pair + merging
-
-
-ALGORITHM = SparseAllreduce("recursive_doubling", recursive_doubling, _seconds)

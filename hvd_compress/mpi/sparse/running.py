@@ -7,13 +7,10 @@ from typing import Any, NamedTuple
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Sparse
-from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError, PayloadError
-from hvd_compress.meetings.sparse_vectors import give_back, take_in
-from hvd_compress.mpi.sparse import ALGORITHMS
-from hvd_compress.mpi.sparse.algorithm import Run
+from hvd_compress.meetings.sparse_vectors import take_in
 from hvd_compress.mpi.sparse.messages import Format
-from hvd_compress.mpi.transport.communicator import Comm, Communicator
+from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Algorithm
 
 
@@ -44,42 +41,6 @@ class Reduced(NamedTuple):
             return self.total
         xp = backend_of(self.total.values)
         return xp.put(xp.zeros(n, self.total.values), self.total.indices, self.total.values)
-
-
-def reduce(
-    sparse: Sparse,
-    n: int,
-    op: str,
-    algorithm: str,
-    comm: Comm,
-    *,
-    values: str | None = None,
-    indices: str,
-    choose: Callable[[Communicator, str], Run] | None = None,
-    nodes: str = "",
-) -> Reduced:
-    """Reduce a vector over all ranks; see :func:`hvd_compress.mpi.sparse_allreduce`.
-
-    Args:
-        choose: returns what adds up by the name, when all ranks have agreed on the call; ``None``:
-            "auto" is not among the names.
-        nodes: those that it goes by way of, as text after the name of the algorithm.
-    """
-    communicator, function = Communicator.of(comm), "sparse_allreduce"
-    if nodes:
-        function = "hierarchical_sparse_allreduce"
-    with communicator.told():
-        check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
-        form, brought, rounded_off, like = prepare(sparse, n, communicator, values, indices, op)
-
-    def start() -> Algorithm:
-        add_up = choose(communicator, algorithm) if choose else ALGORITHMS[algorithm].run
-        return add_up(communicator.channel(), brought, form)
-
-    call = f"{function}({form}, {communicator.named(algorithm)}{nodes})"
-    total, lost = run(communicator, call, start)
-    dropped = form.not_sent([rounded_off, lost])
-    return Reduced(give_back(form.present(total), like), give_back(dropped, like))
 
 
 def prepare(

@@ -11,13 +11,12 @@ sparse or dense.  All messages of a phase are in flight at once.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any
 
 import numpy as np
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, densify, join
-from hvd_compress.mpi.sparse.algorithm import EntryCount, SparseAllreduce, Summed
+from hvd_compress.mpi.sparse.algorithm import Summed
 from hvd_compress.mpi.sparse.allgather import gather
 from hvd_compress.mpi.sparse.messages import Format, entries_of, most_bytes, with_values
 from hvd_compress.mpi.transport.channel import Channel, exchange
@@ -69,15 +68,3 @@ def assemble(regions: Sequence[Vector], bounds: Sequence[int], form: Format) -> 
         pairs = zip(regions, lengths, strict=True)
         return np.concatenate([densify(x, m) if isinstance(x, Sparse) else x for x, m in pairs])
     return join([entries_of(region) for region in regions], bounds)
-
-
-def _seconds(costs: Any, entries: EntryCount, p: int) -> float:
-    returned = entries.message(p)
-    moved = (entries.pair * entries.k + returned) * (p - 1) / p
-    # One vector after the other is merged into the sum so far.
-    merged = sum(entries.union(ranks) + entries.k for ranks in range(1, p)) / p
-    rounds = 4 * costs.round_with_all  # two exchanges, and sizes go ahead of all messages
-    return rounds + moved * costs.fan + (merged + returned / entries.pair) * costs.merge
-
-
-ALGORITHM = SparseAllreduce("split_allgather", split_allgather, _seconds)

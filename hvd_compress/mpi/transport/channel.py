@@ -79,7 +79,7 @@ class Channel:
                 counter.bytes_sent += sent
         if self.whole is not None:
             self.whole.bytes_received += received
-        return Wait(requests, messages, self.place + phase, step, None, is_bulk)
+        return Wait(requests, messages, self.place + phase, step, is_bulk)
 
 
 def _pieces(array: Any, size: int) -> list[Any]:

@@ -40,7 +40,6 @@ from hvd_compress.mpi.transport.handles import (
 from hvd_compress.mpi.transport.progress import (
     COLLECTIVE,
     Algorithm,
-    RollCall,
     Wait,
     Work,
     wait_for,
@@ -128,7 +127,6 @@ class Communicator:
         self.bytes_sent = 0
         self.segment = int(_number("segment", segment, "HVD_COMPRESS_SEGMENT", -1))
         self.calls = 0
-        self.collectives = 0  # of MPI's own, whose ranks say that they wait with notes
         self.notes: dict[int, str] = {}  # by the rank that has left it, see notes.py
         self._tuning = _Tuning()
         self._nodes: dict[int | None, Any] = {}  # see nodes.py
@@ -207,10 +205,6 @@ class Communicator:
     def named(self, algorithm: str) -> str:
         """Return what ranks compare of an algorithm: of "auto" also what chooses."""
         return self._tuning.auto if algorithm == "auto" else algorithm
-
-    @property
-    def choices(self) -> dict[Any, tuple[Any, bool]]:
-        return self._tuning.choices
 
     def duplicate(self, what: str = "another communicator") -> Communicator:
         """Return another communicator of the same ranks with the same options and cost model; a
@@ -304,11 +298,6 @@ class Communicator:
     def is_usable(self) -> bool:
         return self._problem is None and self.mpi != MPI.COMM_NULL
 
-    def collective(self, request: Any, what: str) -> Algorithm:
-        """Wait for one of MPI's own collectives on this communicator."""
-        self.collectives += 1
-        yield Wait([request], COLLECTIVE, what, roll=RollCall(self, self.collectives))
-
     # -- the end -----------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -331,14 +320,12 @@ class _Tuning:
     """The measured speed of collectives, which a communicator shares with its duplicates."""
 
     def __init__(self) -> None:
-        self.choices: dict[Any, tuple[Any, bool]] = {}
         self.set(None)
 
     def set(self, model: Any) -> None:
         self.model = model
         known = "" if model is None else f" by model {zlib.crc32(repr(model).encode()):08x}"
         self.auto = f"auto{known}"
-        self.choices.clear()
 
 
 #: what calls take: ``None`` means all ranks

@@ -19,8 +19,8 @@ from mpi4py import MPI
 from hvd_compress.agreement import UNEVEN
 from hvd_compress.mpi.transport.handles import Handles, tags, unfreed
 
-#: counted from the end of a communicator's tags, behind those of roll calls
-_TAG = 2
+#: counted from the end of a communicator's tags
+_TAG = 1
 _BYTES = 200
 ENDED, GAVE_UP = "has ended its program", "has given up"
 

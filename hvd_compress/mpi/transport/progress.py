@@ -11,10 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.errors import CollectiveTimeout, CompressionError, MismatchError
@@ -22,9 +21,8 @@ from hvd_compress.mpi.transport import notes
 
 logger = logging.getLogger("hvd_compress")
 
-#: looks before the first one at the clock, at all of a job and at one request: most small messages
-#: come sooner
-_LOOKS, _LOOKS_AT_ONE = 200, 1000
+#: looks before the first one at the clock: most small messages come sooner
+_LOOKS = 200
 #: seconds after which there are no more of them, and looks between two looks at the clock for that
 _SOON, _CLOCK_EVERY = 0.02, 16
 #: seconds after which waiting ranks sleep between looks: small messages come soon, and large ones
@@ -50,11 +48,10 @@ class Wait:
             comes.  :data:`COLLECTIVE` stands for one of MPI's own collectives.
         phase: the name of the phase, such as "reduce-scatter".
         step: the number of the round, counted from 1, and the number of rounds of the phase.
-        roll: who takes part in one of MPI's own collectives.
         is_bulk: some message is large.
     """
 
-    __slots__ = ("is_bulk", "is_over", "messages", "phase", "requests", "roll", "statuses", "step")
+    __slots__ = ("is_bulk", "is_over", "messages", "phase", "requests", "statuses", "step")
 
     def __init__(
         self,
@@ -62,11 +59,10 @@ class Wait:
         messages: Sequence[tuple[int, int, bool]],
         phase: str,
         step: tuple[int, int] = (1, 1),
-        roll: RollCall | None = None,
         is_bulk: bool = False,
     ) -> None:
         self.requests, self.messages = requests, messages
-        self.phase, self.step, self.roll = phase, step, roll
+        self.phase, self.step = phase, step
         self.statuses: list[Any] = []  # mpi4py appends them
         self.is_bulk, self.is_over = is_bulk, False
 
@@ -117,49 +113,9 @@ class Wait:
             parts.append(f"for a message from {_ranks(sources)}")
         if targets:
             parts.append(f"for {_ranks(targets)} to take a message")
-        if self.roll is not None and (absent := self.roll.absent()):
-            parts.append(f"for {_ranks(absent)} to make the same call")
         step, steps = self.step
         where = self.phase if steps == 1 else f"{self.phase}, round {step} of {steps}"
         return f"waits {' and '.join(parts) or 'for the other ranks'} ({where})"
-
-
-class RollCall:
-    """Which ranks wait in one of MPI's own collectives, which does not say for whom it waits.
-
-    A rank whose patience ends tells all others that it waits.  A rank that has said nothing by the
-    time-out is not there.
-
-    Args:
-        comm: a :class:`hvd_compress.mpi.Communicator`.
-        number: which of the collectives on ``comm`` it is.
-    """
-
-    def __init__(self, comm: Any, number: int) -> None:
-        self._comm, self._number = comm, number
-        self._note: np.ndarray | None = None
-
-    def absent(self) -> list[int]:
-        """Return the ranks that have not told that they wait; none at the first call, which tells
-        the others."""
-        comm, tag = self._comm, self._comm.tags - 1
-        peers = [peer for peer in range(comm.size) if peer != comm.rank]
-        if self._note is None:
-            signed = comm.handles.name + self._number.to_bytes(8, "big")  # see notes.py
-            self._note = np.frombuffer(signed, np.uint8)
-            for peer in peers:
-                comm.handles.kept.append(comm.mpi.Isend([self._note, 16, MPI.BYTE], peer, tag))
-            return []
-        absent = []
-        for peer in peers:
-            note, waits = np.zeros(16, np.uint8), False
-            while not waits and comm.mpi.Iprobe(peer, tag):
-                comm.mpi.Recv([note, 16, MPI.BYTE], peer, tag)
-                name, number = note.tobytes()[:8], note.tobytes()[8:]
-                waits = name == comm.handles.name and int.from_bytes(number, "big") >= self._number
-            if not waits:
-                absent.append(peer)
-        return [comm.members[peer] for peer in absent]
 
 
 _DIFFER = (
@@ -267,27 +223,6 @@ class Work:
         """End the algorithms where they are."""
         for _, algorithm, _ in self._active:
             algorithm.close()
-
-
-def complete(comm: Any, request: Any, what: str, call: Callable[[], object]) -> None:
-    """Wait for one of MPI's own collectives: with nothing but looks, as long as it does not take
-    long.
-
-    Args:
-        comm: a :class:`hvd_compress.mpi.Communicator`.
-        request: MPI's.
-        what: the name of the collective.
-        call: a function that returns what the user called, for messages.
-    """
-    try:
-        for _ in _looks(_LOOKS_AT_ONE):
-            if request.Test():
-                comm.collectives += 1
-                return
-    except BaseException as error:
-        comm.give_up(f"{call()}: {error!r}", [request])
-        raise
-    Work(comm, call(), [comm.collective(request, what)]).wait()
 
 
 def _looks(count: int) -> Iterator[None]:

@@ -9,8 +9,6 @@ A sum by way of nodes has a choice of its own across nodes, among the ranks that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from hvd_compress.base import Sparse
@@ -38,11 +36,9 @@ _FORMS = 256
 # -- dense -----------------------------------------------------------------------------------------
 
 
-def dense(
-    comm: Communicator, name: str, nbytes: int, dtype: str, among: Iterable[str] = DENSE
-) -> Allreduce:
+def dense(comm: Communicator, name: str, nbytes: int, dtype: str) -> Allreduce:
     """Return the allreduce of that name; for "auto" the fastest one for an array of ``nbytes``."""
-    return DENSE[model_of(comm).fastest(nbytes, dtype, among) if name == "auto" else name]
+    return DENSE[model_of(comm).fastest(nbytes, dtype) if name == "auto" else name]
 
 
 def dense_by_nodes(
@@ -62,14 +58,13 @@ def dense_by_nodes(
 
 
 def dense_of_exchange(comm: Communicator, name: str, nbytes: int, dtype: str) -> Allreduce:
-    """Return the allreduce of a request that names none, never MPI's own, which has no tags.  Nodes
-    add in the order of the ranks on both levels."""
+    """Return the allreduce of a request.  Nodes add in the order of the ranks on both levels."""
     check_choice("algorithm", name, algorithms.SUMS)
     if name == "hierarchical":
         if not nodes_of(comm).is_flat:
             return dense_by_nodes(comm, "direct", nbytes, dtype)
         name = "auto"
-    return dense(comm, name, nbytes, dtype, among=algorithms.DENSE)
+    return dense(comm, name, nbytes, dtype)
 
 
 # -- sparse ----------------------------------------------------------------------------------------
@@ -78,7 +73,7 @@ def dense_of_exchange(comm: Communicator, name: str, nbytes: int, dtype: str) ->
 def sparse(comm: Communicator, name: str) -> Run:
     """Return the sparse sum of that name; for "auto" the one that would have been fastest in the
     last call of the same form."""
-    return _fastest(model_of(comm), comm) if name == "auto" else SPARSE[name].run
+    return _fastest(model_of(comm), comm) if name == "auto" else SPARSE[name]
 
 
 def sparse_by_nodes(comm: Communicator, name: str, ranks_per_node: int | None = None) -> Run:
@@ -90,7 +85,7 @@ def sparse_by_nodes(comm: Communicator, name: str, ranks_per_node: int | None = 
     if name == "auto" and nodes.across is not None:
         return hierarchical_sparse(nodes, _fastest(model_of(nodes.across)))
     # On ranks that are not across it is of no account.
-    return hierarchical_sparse(nodes, SPARSE["allgather" if name == "auto" else name].run)
+    return hierarchical_sparse(nodes, SPARSE["allgather" if name == "auto" else name])
 
 
 def sparse_of_exchange(comm: Communicator, name: str) -> Run:
@@ -101,7 +96,7 @@ def sparse_of_exchange(comm: Communicator, name: str) -> Run:
         if not nodes_of(comm).is_flat:
             return sparse_by_nodes(comm, "allgather")
         name = "auto"
-    return _fastest(model_of(comm)) if name == "auto" else SPARSE[name].run
+    return _fastest(model_of(comm)) if name == "auto" else SPARSE[name]
 
 
 def _fastest(model: CostModel, comm: Communicator | None = None) -> Run:
@@ -122,10 +117,8 @@ def _fastest(model: CostModel, comm: Communicator | None = None) -> Run:
         if largest is None:
             yield arrival
             largest = _largest(counts, form)
-        pair, item = form.bytes_per_entry(largest), np.dtype(form.wire).itemsize
-        name = model.fastest_sparse(largest, form.n, pair=pair, item=item)
         try:
-            result = yield from SPARSE[name].run(channel, mine, form)
+            result = yield from SPARSE[model.fastest_sparse(largest)](channel, mine, form)
         except BaseException as error:
             if not arrival.is_over:  # MPI still writes to ``counts``
                 channel.comm.give_up(f"numbers of entries: {error!r}", [arrival])

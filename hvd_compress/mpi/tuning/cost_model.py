@@ -1,16 +1,6 @@
-"""A model of the time of a collective on the ranks that it was measured on.
+"""The times of collectives on the ranks that they were measured on.
 
-A dense sum takes what its algorithm took at a few sizes, with straight lines in between.
-
-A sparse one also depends on the part of the elements that are entries.  So it has a formula next to
-its algorithm, in :mod:`hvd_compress.mpi.sparse`.  A round costs ``alpha`` seconds, a byte ``beta``,
-and every message beyond the first of a round ``overhead``.  Each entry that is packed, unpacked and
-added costs ``merge``.
-
-A byte does not cost the same in every pattern of messages.  In a ring a rank sends to one and
-receives from another.  In a pair it does both with one, in a fan with all at once.  Formulas leave
-out other costs of a call.  They are corrected by the ratio of measured to modelled time at a few
-numbers of entries.
+A call takes what its algorithm took at a few sizes, with straight lines in between.
 """
 
 from __future__ import annotations
@@ -23,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hvd_compress.config import is_number, is_whole
+from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense import ALGORITHMS as DENSE
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
-from hvd_compress.mpi.sparse.algorithm import EntryCount
 from hvd_compress.mpi.transport.arrays import HALVES
 
 #: one element in so many is an entry where sparse algorithms are measured
@@ -39,118 +28,58 @@ Points = tuple[tuple[int, float], ...]
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Measured constants of one communicator; they are equal on all ranks, so all choose alike.
+    """Measured times of one communicator; they are equal on all ranks, so all choose alike.
 
     Attributes:
         size: number of ranks that it was measured on.
-        alpha: seconds of a round with one small message out and one in.
-        beta: seconds per byte, sending to one rank and receiving from another at once.
-        overhead: seconds of one more message in the same round.
         points: by algorithm, (bytes, seconds) of a dense allreduce of float32, ascending.
-        beta_pair, beta_fan: ``beta`` with one partner, and with all at once; ``None``: the same.
-        merge: seconds for an entry of a sparse vector.
         sparse_points: by algorithm, (entries, seconds) of sparse allreduces, ascending: entries on
             each rank, of 8 bytes each, in ``SPARSITY`` times as many elements.
 
-    >>> model = CostModel(size=4, alpha=1e-5, beta=1e-9, overhead=1e-6)
-    >>> model.fastest_sparse(k=10, n=10_000), model.fastest_sparse(k=50_000, n=100_000)
-    ('allgather', 'split_allgather')
+    >>> points = {"direct": ((8, 1e-5), (800, 1e-4)), "ring": ((8, 4e-5), (800, 6e-5))}
+    >>> model = CostModel(size=4, points=points)
+    >>> model.fastest(100), model.fastest(600)
+    ('direct', 'ring')
     """
 
     size: int
-    alpha: float
-    beta: float
-    overhead: float
     points: Mapping[str, Points] = dataclasses.field(default_factory=dict)
-    beta_pair: float | None = None
-    beta_fan: float | None = None
-    merge: float = 0.0
     sparse_points: Mapping[str, Points] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not is_whole(self.size) or self.size < 1:
             raise ConfigError(f"size must be a number of ranks, 1 or more; got {self.size!r}")
-        for name in ("alpha", "beta", "overhead", "beta_pair", "beta_fan", "merge"):
-            value = getattr(self, name)
-            if value is None and name in ("beta_pair", "beta_fan"):
-                continue
-            if not is_number(value) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name} must be seconds, 0 or more; got {value!r}")
         _check_points("points", self.points, DENSE, "bytes")
         _check_points("sparse_points", self.sparse_points, SPARSE, "entries")
 
-    @property
-    def pair(self) -> float:
-        return self.beta if self.beta_pair is None else self.beta_pair
-
-    @property
-    def fan(self) -> float:
-        return self.beta if self.beta_fan is None else self.beta_fan
-
-    @property
-    def round_with_all(self) -> float:
-        """The seconds of a round of small messages with all other ranks."""
-        return self.alpha + (self.size - 2) * self.overhead
-
     def seconds(self, algorithm: str, n: int) -> float:
         """Return the seconds of a dense allreduce of ``n`` bytes."""
-        if self.size == 1:
-            return 0.0
-        if algorithm not in self.points:
-            raise ConfigError(
-                f"algorithm={algorithm!r} was not measured; {sorted(self.points)} were"
-            )
-        return _interpolate(self.points[algorithm], n)
+        return self._seconds(self.points, algorithm, n)
 
-    def fastest(
-        self,
-        n: int,
-        dtype: str = "float32",
-        among: Iterable[str] = DENSE,
-    ) -> str:
+    def fastest(self, n: int, dtype: str = "float32") -> str:
         """Return the dense algorithm that is expected to be fastest for ``n`` bytes."""
         costs = {}
-        for name in among:
+        for name, algorithm in DENSE.items():
             # Partial sums of half precisions are sent as float32, in some rounds or in all of them.
-            sent = int(n * DENSE[name].half_factor) if dtype in HALVES else n
+            sent = int(n * algorithm.half_factor) if dtype in HALVES else n
             costs[name] = self.seconds(name, sent)
         return min(costs, key=lambda name: (costs[name], name))
 
-    def sparse_seconds(
-        self, algorithm: str, k: int, n: int, *, pair: float = 8, item: int = 4
-    ) -> float:
-        """Return the seconds of a sparse allreduce: ``k`` of ``n`` elements on each rank, at places
-        that are independent between ranks.
+    def sparse_seconds(self, algorithm: str, k: int) -> float:
+        """Return the seconds of a sparse allreduce of ``k`` entries on each rank."""
+        return self._seconds(self.sparse_points, algorithm, k)
 
-        Args:
-            pair: bytes for an index with its value.
-            item: bytes for a dense value.
-        """
-        modelled = self.sparse_formula(algorithm, k, n, pair=pair, item=item)
-        if algorithm not in self.sparse_points:
-            return modelled
-        points = self.sparse_points[algorithm]
-        places = [math.log(count) for count, _ in points]
-        ratios = [
-            seconds / self.sparse_formula(algorithm, count, SPARSITY * count)
-            for count, seconds in points
-        ]
-        return modelled * float(np.interp(math.log(max(k, 1)), places, ratios))
+    def fastest_sparse(self, k: int) -> str:
+        """Return the sparse algorithm that is expected to be fastest for ``k`` entries on each
+        rank."""
+        return min(SPARSE, key=lambda name: (self.sparse_seconds(name, k), name))
 
-    def sparse_formula(
-        self, algorithm: str, k: int, n: int, *, pair: float = 8, item: int = 4
-    ) -> float:
-        """Return the seconds by rounds, bytes and entries alone; see :meth:`sparse_seconds`."""
-        if algorithm not in SPARSE:
-            raise ConfigError(f"algorithm={algorithm!r} has no cost model")
-        entries = EntryCount(k, n, pair, item)
-        return 0.0 if self.size == 1 else SPARSE[algorithm].seconds(self, entries, self.size)
-
-    def fastest_sparse(self, k: int, n: int, *, pair: float = 8, item: int = 4) -> str:
-        """Return the sparse algorithm that is expected to be fastest, of those that lose
-        nothing."""
-        costs = {name: self.sparse_seconds(name, k, n, pair=pair, item=item) for name in SPARSE}
-        return min(costs, key=lambda name: (costs[name], name))
+    def _seconds(self, points: Mapping[str, Points], algorithm: str, n: int) -> float:
+        if self.size == 1:
+            return 0.0
+        if algorithm not in points:
+            raise ConfigError(f"algorithm={algorithm!r} was not measured; {sorted(points)} were")
+        return _interpolate(points[algorithm], n)
 
     def save(self, path: str | Path) -> None:
         """Save the model as JSON, for runs that do not measure again."""
