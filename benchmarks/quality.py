@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from benchmarks.turns import write_rows
-from hvd_compress.advisor.losses import FILE, RECIPES, MeasuredLoss, text_of
+from hvd_compress.advisor.losses import FILE, RECIPES, MeasuredLoss
 from hvd_compress.cli.options import parser_of, picture_file, positive
 from hvd_compress.stats import human_bytes
 from mpi_examples.study import half_width
@@ -197,14 +197,15 @@ def lost_text(group: Group, dense: Group) -> str:
 def advice(known: dict[str, Any], wanted: Sequence[Training]) -> str:
     """Return what ``hvd-compress advise`` knows of these runs."""
     found = groups(known, wanted)
-    losses = []
+    lines = []
     for (recipe, horizon, method), group in found.items():
         dense = found.get((recipe, horizon, "none"))
         if dense and recipe in RECIPES and (more := lost(group, dense)[0]):
-            losses.append(
-                MeasuredLoss(recipe, group.steps, method, statistics.mean(more), len(more))
-            )
-    return text_of(losses)
+            mean = statistics.mean(more)
+            rounded = round(mean, 2) if math.isfinite(mean) else None
+            loss = MeasuredLoss(recipe, group.steps, method, mean, len(more))
+            lines.append(" " + json.dumps(loss._asdict() | {"lost": rounded}))
+    return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
 def picture(known: dict[str, Any], wanted: Sequence[Training], file: Path) -> None:

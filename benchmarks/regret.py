@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvd_compress.advisor import MODELS, Network, Piece, allowed, average_step, choose, kept
+from hvd_compress.advisor import CANDIDATES, MODELS, Network, Piece, average_step, choose, kept
 from hvd_compress.cli.options import parser_of
 
 #: bit/s, seconds, ranks, and seconds of backward
@@ -46,16 +46,12 @@ class Cell(NamedTuple):
 
 
 def cells(
-    pieces: Mapping[str, Mapping[str, Piece]],
-    accuracy: str = "lossy",
-    error: float = 0.0,
-    seed: int = 0,
+    pieces: Mapping[str, Mapping[str, Piece]], error: float = 0.0, seed: int = 0
 ) -> Iterator[Cell]:
     """Yield every cell of the grid for each model.
 
     Args:
         pieces: by model and method.
-        accuracy: see :func:`hvd_compress.advisor.allowed`.
         error: of all that the advisor knows: a standard deviation of 0.1 is about 10 %.
         seed: of these errors.
     """
@@ -74,7 +70,7 @@ def cells(
             )
             for method, piece in own.items()
         }
-        among = [candidate for candidate in allowed(accuracy) if candidate.method in own]
+        among = [candidate for candidate in CANDIDATES if candidate.method in own]
         chosen = choose(known, seen, off(backward), among).row
         seconds = {c.row: average_step(c, own, network, backward).whole for c in among}
         best = min(seconds, key=seconds.__getitem__)

@@ -1,7 +1,6 @@
 """Is compression worth it here?  A model of the time of a step, from measured pieces."""
 
 from hvd_compress.advisor.advice import (
-    ACCURACIES,
     CANDIDATES,
     Candidate,
     Step,
@@ -11,7 +10,6 @@ from hvd_compress.advisor.advice import (
     choose,
     is_bottleneck,
     rows_of,
-    seconds_of,
     step_of,
 )
 from hvd_compress.advisor.losses import OPTIMIZERS, RECIPES, MeasuredLoss, loss_of
@@ -20,7 +18,6 @@ from hvd_compress.advisor.pieces import Piece, kept, measured
 from hvd_compress.advisor.shapes import MODELS, Shapes
 
 __all__ = [
-    "ACCURACIES",
     "CANDIDATES",
     "MODELS",
     "OPTIMIZERS",
@@ -40,6 +37,5 @@ __all__ = [
     "loss_of",
     "measured",
     "rows_of",
-    "seconds_of",
     "step_of",
 ]

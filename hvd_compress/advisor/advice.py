@@ -12,15 +12,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hvd_compress.advisor.losses import OPTIMIZERS, RECIPES, MeasuredLoss, loss_of, losses_of
+from hvd_compress.advisor.losses import RECIPES, MeasuredLoss, loss_of
 from hvd_compress.advisor.network import Network
 from hvd_compress.advisor.pieces import Piece
-from hvd_compress.config import check_choice
-
-#: the most that averages may lose: nothing but rounding to 16 bits; no more than a tolerance, in
-#: trainings that were compared with dense ones; nothing in the long run, since what is not sent is
-#: kept and sent later; what rounding to few bits loses
-ACCURACIES = ("exact", "measured", "feedback", "lossy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +23,6 @@ class Candidate:
 
     Attributes:
         row: what the tables of :mod:`hvd_compress.advisor.losses` call it.
-        kind: "exact", "feedback" or "lossy", as in ``ACCURACIES``.
         write: what users write, given ``{first}``, a number of steps; empty if it is
             ``compression="row"``.
         first: the part of the steps that sends everything, or counts as if it did.
@@ -39,9 +32,13 @@ class Candidate:
     """
 
     row: str
-    kind: str
     write: str = ""
     first: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether averages lose nothing but rounding to 16 bits."""
+        return self.row in ("none", "fp16")
 
     @property
     def method(self) -> str:
@@ -59,45 +56,36 @@ class Candidate:
         found = loss_of(self.row, optimizer, steps)
         return loss_of("bf16", optimizer, steps) if self.row == "fp16" and not found else found
 
-    def is_within(self, optimizer: str | None, steps: int, tolerance: float | None = None) -> bool:
-        """Return whether it was trained with the optimizer, and lost no more than the tolerance.
-
-        ``optimizer=None``: with SGD and with AdamW, however long, and with no other one more.
-        """
+    def is_within(self, optimizer: str, steps: int, tolerance: float | None = None) -> bool:
+        """Return whether it was trained with the optimizer, and lost no more than the tolerance."""
         if self.row == "none":
             return True
-        if optimizer is not None:
-            loss = self.loss(optimizer, steps)
-            return loss is not None and loss.within(tolerance)
-        found = {name: list(losses_of(self.row, name)) for name in OPTIMIZERS}
-        seen = all(found[name] for name in ("sgd", "adamw"))
-        return seen and all(loss.within(tolerance) for each in found.values() for loss in each)
+        loss = self.loss(optimizer, steps)
+        return loss is not None and loss.within(tolerance)
 
 
 _ONE_BIT = "compression=adam.compressor() of adam = hvd.OneBitAdam(..., freeze_step={first})"
 CANDIDATES = (
-    Candidate("none", "exact"),
-    Candidate("fp16", "exact"),
-    Candidate("linear", "feedback"),
-    Candidate("topk:density=0.01", "feedback"),
-    Candidate("powersgd:rank=2", "feedback"),
-    Candidate("powersgd:rank=4", "feedback"),
+    Candidate("none"),
+    Candidate("fp16"),
+    Candidate("linear"),
+    Candidate("topk:density=0.01"),
+    Candidate("powersgd:rank=2"),
+    Candidate("powersgd:rank=4"),
     Candidate(
         "dgc:density=0.001, warm-up",
-        "feedback",
         "compression=hvd.DGC(density=hvd.warmup_to(0.001, steps={first}))",
         0.25,
     ),
     Candidate(
         "dgc:compact, warm-up",
-        "feedback",
         "compression=hvd.DGC.compact(density=hvd.warmup_to(0.001, steps={first}))",
         0.25,
     ),
-    Candidate("onebit_adam", "feedback", _ONE_BIT, 0.2),
-    Candidate("onebit", "feedback"),
-    Candidate("fp8", "feedback"),
-    Candidate("qsgd", "lossy"),
+    Candidate("onebit_adam", _ONE_BIT, 0.2),
+    Candidate("onebit"),
+    Candidate("fp8"),
+    Candidate("qsgd"),
 )
 #: what a method must gain to be preferred to one that rounds to 16 bits at most
 _MARGIN = 0.02
@@ -161,40 +149,26 @@ def average_step(
     return Step(*(candidate.first * a + (1 - candidate.first) * b for a, b in pairs))
 
 
-def allowed(
-    accuracy: str,
-    optimizer: str | None = None,
-    steps: int = 1,
-    tolerance: float | None = None,
-) -> tuple[Candidate, ...]:
-    """Return the candidates that lose no more than ``accuracy`` says.
+def allowed(optimizer: str, steps: int, tolerance: float | None = None) -> tuple[Candidate, ...]:
+    """Return the candidates that lose no more than the tolerance in the training of the nearest
+    length.
 
     Args:
-        accuracy: one of ``ACCURACIES``.
-        optimizer: "measured" asks for this one, rounding to 16 bits included; ``None``: for SGD and
-            AdamW, but for that rounding.
-        steps: of the training, with an optimizer.
+        optimizer: one of ``OPTIMIZERS``.
+        steps: of the training.
         tolerance: in the units of the recipes; ``None``: theirs.
 
-    >>> [candidate.row for candidate in allowed("exact")]
+    >>> [candidate.row for candidate in allowed("sgd", steps=10_000)][:2]
     ['none', 'fp16']
     """
-    check_choice("accuracy", accuracy, ACCURACIES)
-    kinds = {"exact": ("exact",), "feedback": ("exact", "feedback"), "lossy": ACCURACIES}
-    if accuracy != "measured":
-        return tuple(c for c in CANDIDATES if c.kind in kinds[accuracy])
-    return tuple(
-        c
-        for c in CANDIDATES
-        if (c.kind == "exact" and optimizer is None) or c.is_within(optimizer, steps, tolerance)
-    )
+    return tuple(c for c in CANDIDATES if c.is_within(optimizer, steps, tolerance))
 
 
 def choose(
     pieces: Mapping[str, Piece],
     network: Network,
     backward: float = 0.0,
-    among: Iterable[Candidate] | None = None,
+    among: Iterable[Candidate] = CANDIDATES,
 ) -> Candidate:
     """Return the candidate of the shortest step.
 
@@ -205,30 +179,22 @@ def choose(
         pieces: by method; others are not chosen.
         network: where messages travel.
         backward: seconds of computing gradients.
-        among: the candidates; ``None``: those of accuracy "measured".
+        among: the candidates.
 
     >>> network = Network(ranks=8, bandwidth=1e9)
-    >>> choose(kept("resnet50"), network, backward=0.5, among=allowed("exact")).method
-    'fp16'
+    >>> choose(kept("resnet50"), network, backward=0.5, among=allowed("adamw", 1000)).method
+    'linear'
     """
     seconds = {
         candidate: average_step(candidate, pieces, network, backward).whole
-        for candidate in (allowed("measured") if among is None else among)
+        for candidate in among
         if candidate.method in pieces
     }
 
     def penalised(candidate: Candidate) -> float:
-        return seconds[candidate] / (1 if candidate.kind == "exact" else 1 - _MARGIN)
+        return seconds[candidate] / (1 if candidate.is_exact else 1 - _MARGIN)
 
     return min(seconds, key=penalised)
-
-
-def seconds_of(
-    pieces: Mapping[str, Piece], network: Network, backward: float = 0.0
-) -> dict[str, float]:
-    """Return the seconds of a step by method; see :func:`step_of` for ``network`` and ``backward``.
-    ``pieces`` are by method, too."""
-    return {method: step_of(piece, network, backward).whole for method, piece in pieces.items()}
 
 
 def break_even(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,11 +98,3 @@ def loss_of(method: str, optimizer: str, steps: int) -> MeasuredLoss | None:
         return abs(math.log(loss.steps / steps))
 
     return min(losses_of(method, optimizer), key=distance, default=None)
-
-
-def text_of(losses: Iterable[MeasuredLoss]) -> str:
-    lines = []
-    for loss in losses:
-        lost = round(loss.lost, 2) if math.isfinite(loss.lost) else None
-        lines.append(" " + json.dumps(loss._asdict() | {"lost": lost}))
-    return "[\n" + ",\n".join(lines) + "\n]\n"

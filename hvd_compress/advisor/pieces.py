@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 import threading
 import time
 import warnings
@@ -21,15 +20,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_compress.advisor.shapes import Shapes, elements_of, sampled
+from hvd_compress.advisor.shapes import Shapes
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import alone
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.errors import NeedsTuning
-from hvd_compress.kernels.low_rank import matrix_shape
-from hvd_compress.methods import PowerSGD, as_compressor
+from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import Reducer
-from hvd_compress.reduce.buckets import BUCKET_BYTES
 
 #: of all models with a name, measured on one core of the machine that docs/performance.md is about
 FILE = Path(__file__).with_suffix(".json")
@@ -163,9 +160,7 @@ class _Engine(Engine):
         self._results.clear()
 
 
-def measured(
-    method: Any, shapes: Shapes, *, steps: int = 5, most: int | None = None, seed: int = 0
-) -> Piece:
+def measured(method: Any, shapes: Shapes, *, steps: int = 5, seed: int = 0) -> Piece:
     """Run a method on random gradients of these shapes, and return its costs.  This takes seconds
     for millions of parameters, and 20 times their memory.
 
@@ -173,38 +168,18 @@ def measured(
         method: a method, its name, or a string such as "topk:density=0.01".
         shapes: of the parameters by name.
         steps: of which the shortest counts, after two that prepare.
-        most: elements to run on: costs of a sample of the tensors are scaled to all.  ``None``: all
-            are run on.
         seed: of the gradients.
     """
-    sample, total = shapes if most is None else sampled(shapes, most), elements_of(shapes)
-    before, two, of_two = _run(method, sample, 2, steps, seed)
-    _, three, of_three = _run(method, sample, 3, steps, seed)
-    factor = total / elements_of(sample) if total else 1.0
-    buckets = many = max(of_two.buckets, 1)
-    if factor > 1:
-        buckets = max(many, math.ceil(4 * total / BUCKET_BYTES))
+    before, two, of_two = _run(method, shapes, 2, steps, seed)
+    _, three, of_three = _run(method, shapes, 3, steps, seed)
     messages = {}
     for kind, count in of_two.counts.items():
         shared = max(6 * (of_two.messages[kind] - of_three.messages[kind]), 0)
-        whole = max(of_two.messages[kind] - shared // 2, 0)
-        messages[kind] = Messages(
-            round(whole * factor), round(shared * factor), max(round(count * buckets / many), 1)
-        )
-    if factor > 1 and isinstance(power := as_compressor(method), PowerSGD):
-        # Two factors of a large matrix are a smaller part of it than those of a small one.
-        values = 0
-        for shape in shapes.values():
-            n, m = matrix_shape(shape)
-            whole = not power.compresses(shape)
-            values += n * m if whole else min(n, m, power.rank) * (n + m) // (1 + power.alternate)
-        messages["sum"] = messages["sum"]._replace(whole=4 * values, shared=0)
+        messages[kind] = Messages(max(of_two.messages[kind] - shared // 2, 0), shared, count)
     # Only what is gathered grows with the ranks; elsewhere a difference is noise, to be multiplied.
     gathered = messages["gather"].whole if "gather" in messages else 0
-    mostly = 2 * gathered > factor * sum(of_two.messages.values())
-    each = max(three - two, 0.0) if mostly else 0.0
-    seconds = (factor * x for x in (before, max(two - 2 * each, 0.0), each))
-    return Piece(messages, buckets, *seconds)
+    each = max(three - two, 0.0) if 2 * gathered > sum(of_two.messages.values()) else 0.0
+    return Piece(messages, max(of_two.buckets, 1), before, max(two - 2 * each, 0.0), each)
 
 
 def _run(

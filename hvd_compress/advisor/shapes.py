@@ -129,26 +129,3 @@ MODELS: dict[str, Callable[[], Shapes]] = {
 
 def elements_of(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
-
-
-def sampled(shapes: Shapes, elements: int) -> Shapes:
-    """Return about ``elements`` elements in tensors that stand for all.
-
-    It takes one tensor in each stride by size.  If a tensor is more than an eighth of ``elements``,
-    a part of its longest dimension.
-    """
-    total = elements_of(shapes)
-    if total <= elements:
-        return dict(shapes)
-    by_size = sorted(shapes, key=lambda name: (math.prod(shapes[name]), name))
-    stride = min(total / elements, max(len(by_size) / 8, 1.0))
-    found: Shapes = {}
-    for i in range(math.ceil(len(by_size) / stride)):
-        # From the middle of each stride, so that neither small nor large ones have the advantage.
-        name = by_size[min(int((i + 0.5) * stride), len(by_size) - 1)]
-        shape, most = list(shapes[name]), elements // 8
-        if (size := math.prod(shape)) > most:
-            longest = shape.index(max(shape))
-            shape[longest] = max(int(shape[longest] * most / size), 1)
-        found[name] = tuple(shape)
-    return found

@@ -86,7 +86,7 @@ def advise(
     if not is_first:
         return
     rows = rows_of(pieces, network, backward, optimizer, steps)
-    among = {c.row: c for c in allowed("measured", optimizer, steps, tolerance)}
+    among = {c.row: c for c in allowed(optimizer, steps, tolerance)}
     best = choose(pieces, network, backward, among.values())
     matters = is_bottleneck(pieces, network, backward)
     if as_json:
@@ -212,7 +212,7 @@ def _print(
     else:
         print("Is the network your bottleneck? No: a step in fp16 hardly waits for it.")
     write = f"Write {by_method[best.row]['write']}"
-    if best.kind == "exact":
+    if best.is_exact:
         print(f"{write}: nothing that loses as little is faster by 2 %.")
     else:
         gain = base / by_method[best.row]["seconds"]

@@ -24,13 +24,11 @@ from hvd_compress.advisor import (
     step_of,
 )
 from hvd_compress.advisor.pieces import Messages, from_json, to_json
-from hvd_compress.advisor.shapes import elements_of, sampled
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import as_compressor
 
 SHAPES = {"a": (30, 40), "b": (40,), "c": (64, 64)}
-MANY = {f"{i}.weight": (60, 80) for i in range(12)} | {f"{i}.bias": (60,) for i in range(12)}
 
 
 def piece(nbytes=1_000_000, before=0.0, after=0.0, each=0.0, kind="sum", buckets=1):
@@ -109,11 +107,11 @@ def test_pieces_are_kept():
     assert from_json(to_json(pieces["fp8"])) == pieces["fp8"]
 
 
-def test_feedback_is_what_has_a_residual():
+def test_what_is_exact_has_no_residual():
     for candidate in CANDIDATES:
         method = as_compressor(candidate.method).for_tensor("a", (30, 40))
-        has_residual = "residual" in method.init(np.ones((30, 40), np.float32))
-        assert has_residual == (candidate.kind == "feedback"), candidate
+        state = method.init(np.ones((30, 40), np.float32))
+        assert not (candidate.is_exact and state), candidate
 
 
 def test_one_that_loses_more_must_gain_two_percent():
@@ -122,12 +120,8 @@ def test_one_that_loses_more_must_gain_two_percent():
     assert choose(pieces, network).method == "fp16"
     pieces["linear"] = piece(before=0.9)
     assert choose(pieces, network).method == "linear"
-    assert choose(pieces, network, among=allowed("exact")).method == "fp16"
-    pieces["onebit"] = piece(before=0.5)
-    assert choose(pieces, network).method == "linear"
-    assert choose(pieces, network, among=allowed("feedback")).method == "onebit"
-    with pytest.raises(ConfigError, match="accuracy"):
-        allowed("best")
+    exact = [candidate for candidate in CANDIDATES if candidate.is_exact]
+    assert choose(pieces, network, among=exact).method == "fp16"
 
 
 LOSSES = (
@@ -147,7 +141,7 @@ def few_losses(monkeypatch):
 
 
 def rows_allowed(*args, **options):
-    return [c.row for c in allowed("measured", *args, **options)]
+    return [c.row for c in allowed(*args, **options)]
 
 
 @pytest.mark.usefixtures("few_losses")
@@ -166,11 +160,6 @@ def test_the_nearest_training_is_that_of_the_nearest_length():
     assert str(loss_of("topk:density=0.01", "adamw", 1)) == "diverges"
     assert str(loss_of("linear", "sgd", 1)) == "0.10 points"
     assert loss_of("fp8", "adamw", 1000) is None
-
-
-@pytest.mark.usefixtures("few_losses")
-def test_without_an_optimizer_it_must_do_with_all():
-    assert rows_allowed() == ["none", "fp16", "linear"]  # top-k diverges in one
 
 
 def test_dense_steps_at_the_start_are_counted():
@@ -246,26 +235,7 @@ def test_times_that_cannot_be_are_a_network_all_the_same(short, long):
         assert math.isfinite(Network.fitted(4, hosts, short, long, 2**20).seconds("sum", 1000))
 
 
-@pytest.mark.parametrize("model", ["resnet50", "ptb_lstm", "bert_base", "vgg16"])
-def test_a_sample_has_some_of_all_sizes(model):
-    shapes = MODELS[model]()
-    sample = sampled(shapes, 2**20)
-    assert 2**16 < elements_of(sample) <= 2**21
-    assert sample.keys() <= shapes.keys()
-    assert {len(shape) for shape in sample.values()} == {len(shapes[name]) for name in sample}
-
-
-def test_small_models_are_taken_whole():
+def test_models_with_odd_shapes_are_measured():
     odd = {"scalar": (), "empty": (0,), "matrix": (20, 30)}
-    assert sampled(odd, 2**20) == odd
-    assert sampled({}, 2**20) == {}
     for method in ("topk", "powersgd"):
-        assert measured(method, odd, most=2**20).messages == measured(method, odd).messages
-
-
-@pytest.mark.parametrize("method", ["none", "fp16", "topk:density=0.01", "linear", "powersgd"])
-def test_bytes_of_a_sample_are_those_of_the_whole(method):
-    found, whole = measured(method, MANY, steps=2, most=2**15), measured(method, MANY, steps=1)
-    assert found.nbytes(4) == pytest.approx(whole.nbytes(4), rel=0.1)
-    assert found.messages.keys() == whole.messages.keys()
-    assert found.before > 0
+        assert measured(method, odd, steps=1).nbytes(2) > 0

@@ -62,7 +62,7 @@ def still(optimizer: Any, seconds: float = 0.0) -> None:
 
 
 def one_of_them_is_chosen_by_what_is_measured() -> None:
-    model, optimizer = begin("auto:accuracy=feedback,steps=2")
+    model, optimizer = begin("auto:steps=2")
     train(model, optimizer, range(CHOICE))
     found = facts(optimizer)
     if hvd.size() > 1:

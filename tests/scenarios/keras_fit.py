@@ -668,7 +668,7 @@ def what_cannot_work_says_what_to_write() -> None:
         (sgd(), DGC(weight_decay="gradient"), ConfigError, "weight_decay"),
         (accumulating, SPARSE, ConfigError, "backward_passes_per_step=2"),
         # Nothing can change a graph's method later.
-        (sgd(), "auto:accuracy=feedback", ConfigError, "advise --measure"),
+        (sgd(), "auto:steps=9", ConfigError, "advise --measure"),
     ):
         with raises(error, words):
             hvd.DistributedOptimizer(inner, compression=method)
