@@ -4,7 +4,6 @@ one of its own, what it has called before.  All ranks get the same bits, or all 
 from __future__ import annotations
 
 import functools
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from hvd_compress.backends import halves
 from hvd_compress.errors import CompressionError, ConfigError, MismatchError
 from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.mpi.dense.running import blocks
-from hvd_compress.mpi.transport import arrays, channel
 from hvd_compress.requests.algorithms import DENSE as REQUESTED
 from tests.mpi.test_simulated import assert_same, entries, numbers, orders
 from tests.simulated_mpi import Simulation
@@ -49,7 +47,7 @@ ARRAYS = {
     "strided": strided,
     "read-only": read_only,
     "column by column": transposed,
-    "a tensor": lambda x: torch.from_numpy(x.copy()),  # which MPI reads on its device
+    "a tensor": lambda x: torch.from_numpy(x.copy()),
 }
 
 
@@ -79,13 +77,6 @@ DENSE = {
         x, ranks_per_node=2, algorithm="ring", **more
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def device():
-    """Tensors count as those of a device that MPI reads."""
-    with mock.patch.object(arrays, "gpu_route", return_value="direct-always"):
-        yield
 
 
 def outcome(call, read):
@@ -226,37 +217,3 @@ def test_float32_is_rounded_before_or_on_its_way(name, data):
         np.testing.assert_array_equal(results[0][0], want)
     exact = sum(np.random.default_rng(r).standard_normal(n).astype("f4") for r in range(size))
     np.testing.assert_allclose(results[0][0], exact, rtol=0.05, atol=0.05 * size)
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_what_is_on_a_device_is_waited_for_before_each_message(name):
-    """Kernels may still be writing what MPI is about to send."""
-    ready, sent = [], 0
-
-    def wait(x):
-        ready.append(x)
-
-    def watched(method, arrays_of):
-        def call(self, *args):
-            nonlocal sent
-            for x in filter(torch.is_tensor, arrays_of(*args)):
-                assert any(x is each for each in ready), "nobody has waited for its device"
-                sent += 1
-            ready.clear()
-            return method(self, *args)
-
-        return call
-
-    def rank():
-        comm = mpi.Communicator(checks=0)
-        for n in (3, 300, 40_000):
-            DENSE[name](torch.ones(n, dtype=torch.float16), comm=comm)
-            DENSE[name](torch.ones(n), comm=comm)
-
-    posted = watched(Simulation.post, lambda _, message, *more: message[:1])
-    with (
-        mock.patch.object(Simulation, "post", posted),
-        mock.patch.object(channel, "before_message", wait),
-    ):
-        Simulation(3).run(rank)
-    assert sent

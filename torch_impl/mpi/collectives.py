@@ -78,7 +78,7 @@ def allreduce_async(
         flat = flatten(_scaled(tensor.detach(), prescale_factor))
     call = f"allreduce({flat.dtype if name is None else name}{list(flat.shape)}, {op})"
     comm.agree(call)
-    out = flat.array.copy() if isinstance(flat.array, np.ndarray) else flat.array.clone()
+    out = flat.array.copy()
     work = reducing(comm, call, ALGORITHMS["direct"], flat.array, flat.dtype, out, op)
     return _Handle(work, lambda: _scaled(flat.give_back(out), postscale_factor).to(tensor.dtype))
 

@@ -14,7 +14,6 @@ from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.dense.running import CHUNK, reducing
 from hvd_compress.mpi.transport.arrays import Flat, describe, flatten
-from hvd_compress.mpi.transport.channel import nbytes
 from hvd_compress.mpi.transport.communicator import Comm, Communicator
 from hvd_compress.mpi.transport.nodes import suffix_of
 from hvd_compress.mpi.tuning.choosing import dense, dense_by_nodes
@@ -109,7 +108,7 @@ def _reduce(
         target = _target_of(out, x, flat)
     call, cut = f"{function}({describe(flat)}, {op}", "" if chunk == CHUNK else f", chunk={chunk}"
     communicator.agree(f"{call}, {communicator.named(algorithm)}{nodes}{cut})")
-    chosen = choose(communicator, algorithm, nbytes(flat.array), flat.dtype)
+    chosen = choose(communicator, algorithm, flat.array.nbytes, flat.dtype)
     call = f"{call}, {chosen.name}{nodes})"
     reducing(communicator, call, chosen, flat.array, flat.dtype, target.array, op, chunk).wait()
     done = target.give_back(target.array)
@@ -121,34 +120,23 @@ def _target_of(out: Any, x: Any, flat: Flat) -> Flat:
     ``x`` flat.
 
     Raises:
-        ConfigError: ``out`` cannot be written, or differs from ``x`` in shape, dtype or device.
+        ConfigError: ``out`` cannot be written, or differs from ``x`` in shape or dtype.
     """
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ConfigError("out is read-only: pass an array that can be written, or out=None")
     if out is x:
         return flat
     if out is not None:
-        target, is_host = flatten(out), isinstance(flat.array, np.ndarray)
-        if isinstance(target.array, np.ndarray) != is_host:
-            raise ConfigError("out and x must be on the same device")
+        target = flatten(out)
         if (target.dtype, target.shape) != (flat.dtype, flat.shape):
             raise ConfigError(
                 f"out is {describe(target)} and x is {describe(flat)}: they must be alike"
             )
-        if _is_same(target.array, flat.array):  # a view of the whole of x is x
-            return flat
-        if not (is_host and np.may_share_memory(target.array, flat.array)):
+        if len(flat.array) and target.array.ctypes.data == flat.array.ctypes.data:
+            return flat  # a view of the whole of x is x
+        if not np.may_share_memory(target.array, flat.array):
             return target
-    array = flat.array
-    fresh = np.empty_like(array) if isinstance(array, np.ndarray) else array.new_empty(len(array))
-    return flat._replace(array=fresh)
-
-
-def _is_same(x: Any, y: Any) -> bool:
-    """Return whether flat arrays are the same memory."""
-    if isinstance(x, np.ndarray):
-        return isinstance(y, np.ndarray) and len(x) > 0 and x.ctypes.data == y.ctypes.data
-    return x.data_ptr() == y.data_ptr()
+    return flat._replace(array=np.empty_like(flat.array))
 
 
 def _assign(out: Any, done: Any) -> Any:
@@ -156,6 +144,6 @@ def _assign(out: Any, done: Any) -> Any:
     if isinstance(out, np.ndarray):
         if not np.may_share_memory(out, done):
             out[...] = done
-    elif not _is_same(out, done):
+    elif out.data_ptr() != done.data_ptr():
         out.detach().copy_(done)
     return out

@@ -23,7 +23,7 @@ from hvd_compress.mpi.dense.direct import direct
 from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.nodes import ACROSS, INSIDE, Nodes
 from hvd_compress.mpi.transport.progress import Algorithm
-from hvd_compress.mpi.transport.reduction import Reduction, reduction_of
+from hvd_compress.mpi.transport.reduction import Reduction
 
 _EVEN, _UNEVEN = ("reduce-scatter", "allgather"), ("reduce", "broadcast")
 
@@ -42,7 +42,7 @@ def hierarchical(nodes: Nodes, across: Allreduce, name: str) -> Allreduce:
             # The division of a mean is left to the end.
             op = "sum" if reduction.op == "mean" else reduction.op
             dtype = "float32" if reduction.widens else reduction.dtype
-            reduce = reduction_of(op, dtype, partial, between.size)
+            reduce = Reduction(op, dtype, between.size)
             return across.run(between, partial, partial, reduce)
 
         # The first rank of an uneven node adds up all.

@@ -13,7 +13,7 @@ from hvd_compress.mpi.dense.algorithm import DEPTH, Allreduce
 from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Algorithm, Work
-from hvd_compress.mpi.transport.reduction import Reduction, reduction_of
+from hvd_compress.mpi.transport.reduction import Reduction
 from hvd_compress.sharding import shards_of
 
 #: bytes of one message
@@ -42,8 +42,7 @@ def blocks(
         tag: of the first block, whose followers have the next ones; ``None``: any.  With one the
             blocks are few, and their messages longer.
     """
-    reduce = reduction_of(op, dtype, x, comm.size)
-    itemsize = x.itemsize if isinstance(x, np.ndarray) else x.element_size()
+    reduce, itemsize = Reduction(op, dtype, comm.size), x.itemsize
     pieces = algorithm.pieces(comm.size)
     is_rounded = reduce.widens and itemsize == 4
     if comm.size == 1 and is_rounded:

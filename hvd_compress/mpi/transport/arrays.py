@@ -1,26 +1,19 @@
-"""Arrays that collectives can work on: flat, contiguous, and where MPI can read them.
+"""Arrays that collectives can work on: flat, contiguous, and in host memory.
 
 NumPy arrays and torch tensors in host memory are used in place.  GPU arrays are torch tensors, and
-all objects with DLPack or the CUDA array interface.  They are passed directly to an MPI that can
-read GPU memory, and through pinned host memory to one that cannot.
+all objects with DLPack or the CUDA array interface.  They travel through pinned host memory.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import logging
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
-from hvd_compress.errors import ConfigError, UnsupportedError
-
-logger = logging.getLogger("hvd_compress")
+from hvd_compress.errors import UnsupportedError
 
 #: "bfloat16" is carried as uint16 in host memory, since NumPy has none
 DTYPES = (
@@ -36,13 +29,13 @@ class Flat(NamedTuple):
     """A user's array in the form that algorithms work on.
 
     Attributes:
-        array: 1-D, contiguous: NumPy, or a torch tensor that MPI reads on its device.
+        array: 1-D, contiguous.
         dtype: one of ``DTYPES``.
         shape: the shape of the user's array.
         give_back: a function from the finished flat array to the array that the user gets.
     """
 
-    array: Any
+    array: np.ndarray
     dtype: str
     shape: tuple[int, ...]
     give_back: Callable[[Any], Any]
@@ -95,7 +88,7 @@ def _from_torch(x: Any, torch: Any) -> Flat:
             "hvd_compress.torch.mpi"
         )
     flat = x.detach().contiguous().view(-1)
-    if flat.device.type == "cpu" and gpu_route() != "direct-always":
+    if flat.device.type == "cpu":
         bits = flat.view(torch.int16) if dtype == "bfloat16" else flat
         array = bits.numpy().view(np.uint16) if dtype == "bfloat16" else bits.numpy()
 
@@ -105,8 +98,6 @@ def _from_torch(x: Any, torch: Any) -> Flat:
             return torch.from_numpy(done).view(x.shape)
 
         return Flat(array, dtype, tuple(x.shape), from_host)
-    if gpu_route() != "staged":
-        return Flat(flat, dtype, tuple(x.shape), lambda done: done.view(x.shape))
     host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
     host.copy_(flat)
     staged = _from_torch(host, torch)
@@ -133,48 +124,6 @@ def _from_dlpack(x: Any, torch: Any) -> Flat:
     return Flat(flat.array, flat.dtype, flat.shape, give_back)
 
 
-def before_message(array: Any) -> None:
-    """Wait until a device has finished its work with an array.  MPI, which is about to read it or
-    to write to it, knows nothing of streams."""
-    if not isinstance(array, np.ndarray) and array.is_cuda:
-        sys.modules["torch"].cuda.current_stream(array.device).synchronize()
-
-
 def describe(flat: Flat) -> str:
     """Return dtype and shape as text, such as float32[3, 4]."""
     return f"{flat.dtype}{list(flat.shape)}"
-
-
-@functools.cache
-def gpu_route() -> str:
-    """Return how GPU arrays are sent: "direct" or "staged".
-
-    ``$HVD_COMPRESS_CUDA_AWARE`` forces it: ``1`` direct, ``0`` staged; otherwise MPI is asked.
-    (``always`` sends torch tensors in host memory as tensors too, which is how that path is tested
-    without a GPU.)
-    """
-    forced = os.environ.get("HVD_COMPRESS_CUDA_AWARE", "auto")
-    routes = {"1": "direct", "0": "staged", "always": "direct-always"}
-    if forced in routes:
-        route, reason = routes[forced], "HVD_COMPRESS_CUDA_AWARE says so"
-    elif forced == "auto":
-        route = "direct" if mpi_reads_cuda() else "staged"
-        library = MPI.Get_library_version().split(",")[0].splitlines()[0]
-        reason = f"{library} {'reads' if route == 'direct' else 'does not read'} GPU memory"
-    else:
-        raise ConfigError(f"HVD_COMPRESS_CUDA_AWARE={forced!r}: write 1, 0 or auto")
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and MPI.COMM_WORLD.rank == 0:
-        logger.info("GPU arrays travel %s: %s", route, reason)
-    return route
-
-
-def mpi_reads_cuda() -> bool:
-    """Return whether MPI reads GPU memory, as it says itself; Open MPI and MPICH have the same
-    function for it."""
-    try:
-        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
-    except (OSError, AttributeError):
-        return False
-    query.restype = ctypes.c_int
-    return bool(query())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.errors import PayloadError, UnsupportedError
-from hvd_compress.mpi.transport.arrays import before_message
 from hvd_compress.mpi.transport.progress import Wait
 
 #: bytes that MPI cannot count
@@ -41,8 +39,8 @@ class Channel:
 
     def exchange(
         self,
-        incoming: Mapping[int, Any],
-        outgoing: Mapping[int, Any],
+        incoming: Mapping[int, np.ndarray],
+        outgoing: Mapping[int, np.ndarray],
         phase: str,
         step: tuple[int, int] = (1, 1),
     ) -> Wait:
@@ -55,18 +53,14 @@ class Channel:
         for comes, arrays in ((True, incoming), (False, outgoing)):
             begin = comm.mpi.Irecv if comes else comm.mpi.Isend
             for peer, array in arrays.items():
-                if isinstance(array, np.ndarray):
-                    size = array.nbytes
-                else:
-                    size = nbytes(array)
-                    before_message(array)
+                size = array.nbytes
                 received, sent = (received + size, sent) if comes else (received, sent + size)
                 is_bulk |= size > _BULK
                 pieces = [array]
                 if comm.segment and size > comm.segment:
                     pieces = _pieces(array, comm.segment)
                 for piece in pieces:
-                    length = size if piece is array else nbytes(piece)
+                    length = piece.nbytes
                     # A message of another size shall not match: Open MPI 4.1 writes what is too
                     # long behind the end of the buffer.  It is missed until the time-out instead.
                     mixed = length * 0x9E3779B97F4A7C15 % 2**64 >> 64 - SIZE_BITS
@@ -82,14 +76,10 @@ class Channel:
         return Wait(requests, messages, self.place + phase, step, is_bulk)
 
 
-def _pieces(array: Any, size: int) -> list[Any]:
+def _pieces(array: np.ndarray, size: int) -> list[np.ndarray]:
     """Return an array as bytes, in pieces of so many."""
-    raw = array.view(np.uint8 if isinstance(array, np.ndarray) else sys.modules["torch"].uint8)
+    raw = array.view(np.uint8)
     return [raw[start : start + size] for start in range(0, len(raw), size)]
-
-
-def nbytes(array: Any) -> int:
-    return array.nbytes if isinstance(array, np.ndarray) else array.numel() * array.element_size()
 
 
 def exchange(

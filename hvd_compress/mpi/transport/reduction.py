@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,7 +35,6 @@ class Reduction:
         self._own: Any = np.dtype("uint16" if dtype == "bfloat16" else dtype)
         self._wide: Any = np.dtype("float32") if self.widens else self._own
         self._add = np.maximum if op == "max" else np.add
-        self._new: Callable[[int, Any], Any] = np.empty
         self._free: dict[Any, list[Any]] = {}
 
     def scratch(self, n: int, wide: bool = True) -> Any:
@@ -46,7 +43,7 @@ class Reduction:
         memory costs more than an addition."""
         dtype = self._wide if wide else self._own
         free = self._free.get((n, dtype))
-        return free.pop() if free else self._new(n, dtype)
+        return free.pop() if free else np.empty(n, dtype)
 
     def give_back(self, *arrays: Any) -> None:
         """Keep arrays that :meth:`scratch` returned, and that nobody uses any more."""
@@ -93,39 +90,3 @@ class Reduction:
             halves.narrow(partial, out, threads=1)
         else:
             out[:] = partial
-
-
-class DeviceReduction(Reduction):
-    """A reduction of torch tensors, for an MPI that reads GPU memory."""
-
-    def __init__(self, op: str, dtype: str, size: int, like: Any) -> None:
-        super().__init__(op, dtype, size)
-        torch = sys.modules["torch"]
-        self._own, self._wide = like.dtype, torch.float32 if self.widens else like.dtype
-        self._add = torch.maximum if op == "max" else torch.add
-        self._new = lambda n, dtype: like.new_empty(n, dtype=dtype)
-
-    def combine(self, partial: Any, x: Any) -> None:
-        self.add(partial, x.to(partial.dtype), partial)
-
-    def complete(self, partial: Any, x: Any, out: Any) -> None:
-        self.combine(partial, x)
-        self.finish(partial, out)
-
-    def widen(self, x: Any, out: Any) -> None:
-        out.copy_(x)
-
-    def add(self, first: Any, second: Any, out: Any) -> None:
-        self._add(first, second, out=out)
-
-    def finish(self, partial: Any, out: Any) -> None:
-        if self.op == "mean":
-            partial.div_(self.size)
-        out.copy_(partial)
-
-
-def reduction_of(op: str, dtype: str, array: Any, size: int) -> Reduction:
-    """Return the reduction for a flat array in host memory or on a device."""
-    if isinstance(array, np.ndarray):
-        return Reduction(op, dtype, size)
-    return DeviceReduction(op, dtype, size, array)
