@@ -141,7 +141,7 @@ def _broadcast(request: Broadcast, comm: Communicator, tag: int, predivide: floa
 
 
 #: by the kind of a request, what carries it out, given the communicator of the ranks, the first tag
-#: that nothing else uses in it and its subgroups, and by what arrays are divided before they are
+#: that nothing else uses in it, and by what arrays are divided before they are
 #: added, and sums multiplied
 CARRIERS: dict[type[Collective], Callable[..., Algorithm]] = {
     Sum: _reduce,

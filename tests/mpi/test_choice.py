@@ -184,9 +184,7 @@ def test_a_read_only_array_is_not_written_to():
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("codec", ["int32", "packed"])
 @pytest.mark.parametrize("function", ["sparse_allreduce", "hierarchical_sparse_allreduce"])
-def test_a_sparse_sum_goes_by_the_largest_number_of_entries_of_the_call_before(
-    order, codec, function
-):
+def test_a_sparse_sum_goes_by_the_largest_number_of_entries(order, codec, function):
     """Few entries are fastest by recursive doubling, many by an allgather; ranks bring different
     numbers of them, and none.  By way of nodes of one rank each it is the same."""
     size, n, few, many = 4, 100_000, 10, 3000
@@ -215,7 +213,7 @@ def test_a_sparse_sum_goes_by_the_largest_number_of_entries_of_the_call_before(
                 want[brought(other, call).indices] += 1
             np.testing.assert_array_equal(total, want)
             sent.append(comm.bytes_sent - before - announced)
-        for call, name in enumerate(("doubling", "doubling", "doubling", "all", "all", "doubling")):
+        for call, name in enumerate(("doubling", "doubling", "all", "all", "doubling", "doubling")):
             name = {"all": "allgather", "doubling": "recursive_doubling"}[name]
             before = comm.bytes_sent
             mpi.sparse_allreduce(

@@ -353,7 +353,7 @@ OF_PROCESSES = {
     "agreement.notes_end_with_their_communicator",
     "agreement.what_all_have_dropped_is_freed",
     "algorithms.by_way_of_nodes",
-    "hierarchical.subgroups_are_made_once_and_freed_with_the_whole",
+    "hierarchical.places_that_a_node_shares_cross_once",
     "sparse.damage_is_noticed_by_all_who_read_it",
 }
 #: the same whatever the number of ranks

@@ -3,6 +3,9 @@ sparse.py do not ask of every allreduce."""
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import numpy as np
 from mpi4py import MPI
 
@@ -10,15 +13,17 @@ from hvd_compress import Sparse, mpi
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.mpi.transport import nodes
+from hvd_compress.mpi.transport.channel import Channel
 from tests.mpi_scenarios.common import LAYOUTS, array, arrays, assert_same_everywhere, raises, world
 
 P = world.size
+WITHIN = Channel.within
 CHUNK = 256  # bytes: several blocks, the last one not full
 
 
 def _round_robin(comm: mpi.Communicator, number: int) -> None:
     """Make ``ranks_per_node=1000`` mean ``number`` nodes to which ranks are dealt in turn."""
-    comm._nodes = {1000: nodes.Nodes(comm, [rank % number for rank in range(P)])}
+    comm._nodes = {1000: nodes.Nodes(comm.rank, [rank % number for rank in range(P)])}
 
 
 def ranks_may_be_dealt_to_nodes_in_turn() -> None:
@@ -56,7 +61,7 @@ def one_node_or_one_rank_on_each_is_flat() -> None:
     for ranks_per_node in (1, P, P + 1):
         got = mpi.hierarchical_allreduce(x, algorithm="direct", ranks_per_node=ranks_per_node)
         assert got.tobytes() == want.tobytes()
-        assert nodes.nodes_of(mpi.Communicator.of(world), ranks_per_node).inside is None
+        assert nodes.nodes_of(mpi.Communicator.of(world), ranks_per_node).is_flat
 
 
 def mpi_is_asked_for_the_nodes() -> None:
@@ -70,7 +75,7 @@ def mpi_is_asked_for_the_nodes() -> None:
     np.testing.assert_array_equal(mpi.hierarchical_allreduce(x), np.sum(arrays(100, "int64"), 0))
 
 
-def auto_measures_across_nodes() -> None:
+def auto_chooses_across_nodes() -> None:
     comm = mpi.Communicator(world)
     for ranks_per_node in (2, 3):
         for n in (1, 5000):
@@ -80,9 +85,6 @@ def auto_measures_across_nodes() -> None:
             )
             np.testing.assert_allclose(got, np.sum(everyones, 0), atol=1e-5 * P)
             assert_same_everywhere(got)
-        found = nodes.nodes_of(comm, ranks_per_node)
-        if found.across is not None:
-            assert found.across.cost_model.size == len(found.members)
     comm.free()
 
 
@@ -103,20 +105,6 @@ def each_rank_sends_what_the_formula_says() -> None:
     comm.free()
 
 
-def subgroups_are_made_once_and_freed_with_the_whole() -> None:
-    comm = mpi.Communicator(world, timeout=50)
-    for _ in range(2):
-        mpi.hierarchical_allreduce(np.ones(10), comm=comm, algorithm="ring", ranks_per_node=2)
-    found = nodes.nodes_of(comm, 2)
-    assert nodes.nodes_of(comm, 2) is found
-    if P > 2:
-        assert found.inside.timeout == 50
-        assert world.rank in found.inside.members
-        assert found.inside.mpi != MPI.COMM_NULL
-    comm.free()
-    assert found.inside is None or found.inside.mpi == MPI.COMM_NULL
-
-
 def places_that_a_node_shares_cross_once() -> None:
     """Ranks that all choose the same k places: k go across, and not L k."""
     n, k = 10_000, 64
@@ -127,28 +115,36 @@ def places_that_a_node_shares_cross_once() -> None:
             continue
         options = {"comm": comm, "algorithm": "allgather", "ranks_per_node": inside}
         mpi.hierarchical_sparse_allreduce(same, n, **options)
-        across = nodes.nodes_of(comm, inside).across
-        before = across.bytes_sent
-        mpi.hierarchical_sparse_allreduce(same, n, **options)
-        sent = world.allreduce(across.bytes_sent - before)
+        opened: list[Channel] = []
+
+        def noted(self: Channel, *args: Any, opened: list[Channel] = opened) -> Channel:
+            opened.append(WITHIN(self, *args))
+            return opened[-1]
+
+        with mock.patch.object(Channel, "within", noted):
+            mpi.hierarchical_sparse_allreduce(same, n, **options)
+        across = [channel for channel in opened if channel.place == f"{nodes.ACROSS}, "]
+        size, sent = P // inside, world.allreduce(sum(channel.bytes_sent for channel in across))
         headers = 8 + 16 + 8  # a size, a header, padding
-        assert sent <= P * (across.size - 1) * headers + 8 * k * across.size * (across.size - 1)
+        assert 0 < sent <= P * (size - 1) * headers + 8 * k * size * (size - 1)
     comm.free()
 
 
 def messages_name_ranks_of_the_whole() -> None:
     comm = mpi.Communicator(world)
-    across = nodes.nodes_of(comm, 2).across
-    if across is not None:
+    found = nodes.nodes_of(comm, 2)
+    assert nodes.nodes_of(comm, 2) is found
+    whole = comm.channel()
+    if found.across is not None:
+        across, before = whole.within(found.across, "a test"), comm.bytes_sent
         left, right = (across.rank - 1) % across.size, (across.rank + 1) % across.size
-        channel, before = across.channel(), comm.bytes_sent
         buffers = {left: np.empty(3, np.uint8)}, {right: np.zeros(3, np.uint8)}
-        wait = channel.exchange(*buffers, "a test")
-        assert [m[0] for m in wait.messages] == [across.members[left], across.members[right]]
+        wait = across.exchange(*buffers, "a test")
+        assert [m[0] for m in wait.messages] == [found.across[left], found.across[right]]
         for request in wait.requests:
             request.Wait()
-        assert across.members[across.rank] == world.rank
-        assert comm.bytes_sent == before + 3  # counted on the whole
+        assert found.across[across.rank] == world.rank
+        assert whole.bytes_sent == comm.bytes_sent - before == 3  # counted on the whole
     comm.free()
 
 

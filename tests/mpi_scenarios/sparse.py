@@ -251,7 +251,6 @@ def auto_follows_the_cost_model() -> None:
     points |= {"allgather": ((4, 1.0), (n // 2, 3.0)), "split_allgather": ((4, 3.0), (n // 2, 1.0))}
     comm.cost_model = mpi.CostModel(P, sparse_points=points)
     for mine, name in ((few, "allgather"), (many, "split_allgather")):
-        comm.entries.clear()  # of the call before
         before = comm.bytes_sent
         auto = mpi.sparse_allreduce(mine, n, comm=comm)
         taken = comm.bytes_sent - before - SIZE * (P - 1)

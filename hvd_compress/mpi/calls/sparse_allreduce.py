@@ -71,8 +71,8 @@ def sparse_allreduce(
         sparse, n, comm, indices: as for :func:`sparse_allgather`.
         op: "sum" or "mean".
         algorithm: "allgather", "recursive_doubling", "split_allgather", or "auto": the one
-            that was fastest when it was measured on this communicator, see :class:`.CostModel`.  It
-            counts with the largest number of entries of a rank in the last such call.
+            that was fastest when it was measured on this communicator (:class:`.CostModel`).  The
+            largest number of entries of a rank counts.
         values: a narrower dtype for values on the wire.  Rounding errors are in ``dropped``, on the
             rank that rounded; otherwise ``dropped`` is empty.  Values too large for it become its
             largest number.

@@ -34,7 +34,7 @@ def direct(
         reduce_across: adds up the partial results of a part with those of ranks elsewhere.
         phases: how time-outs call the two rounds.
     """
-    rank, size, peers = channel.rank, channel.size, channel.comm.peers
+    rank, size, peers = channel.rank, channel.size, channel.peers
     # Ranks meet in the first round even if a part is empty, so that who is late is named.
     owners = peers
     if parts is not None:

@@ -28,11 +28,9 @@ from hvd_compress.mpi.transport.reduction import Reduction
 _EVEN, _UNEVEN = ("reduce-scatter", "allgather"), ("reduce", "broadcast")
 
 
-def hierarchical(nodes: Nodes, across: Allreduce, name: str) -> Allreduce:
+def hierarchical(nodes: Nodes, across: Allreduce) -> Allreduce:
     """Return the allreduce by way of ``nodes``, which are not flat; ``across`` adds up their
-    partial results, and ``name`` is what messages call it."""
-    inside = nodes.inside
-    assert inside is not None
+    partial results."""
 
     def run(channel: Channel, x: Any, out: Any, reduction: Reduction) -> Algorithm:
         between = None if nodes.across is None else channel.within(nodes.across, ACROSS)
@@ -45,13 +43,11 @@ def hierarchical(nodes: Nodes, across: Allreduce, name: str) -> Allreduce:
             reduce = Reduction(op, dtype, between.size)
             return across.run(between, partial, partial, reduce)
 
+        inside = channel.within(nodes.inside, INSIDE)
         # The first rank of an uneven node adds up all.
         rest = (inside.size - 1) * [slice(len(x), len(x))]
         parts = None if nodes.is_even else [slice(0, len(x)), *rest]
         phases = _EVEN if nodes.is_even else _UNEVEN
-        return direct(
-            channel.within(inside, INSIDE), x, out, reduction, parts, reduce_across, phases
-        )
+        return direct(inside, x, out, reduction, parts, reduce_across, phases)
 
-    # Not by the algorithm: ranks that are not across together may have chosen different ones.
-    return Allreduce(name, run, lambda p: len(nodes.members) * nodes.owners)
+    return Allreduce(across.name, run, lambda p: len(nodes.members) * nodes.owners)

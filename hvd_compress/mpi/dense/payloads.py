@@ -19,10 +19,10 @@ def alltoall(channel: Channel, messages: Sequence[np.ndarray], equal_sizes: bool
     have for this one, in rank order.  ``equal_sizes`` is a promise that all ranks have equally many
     bytes for the same rank, so that sizes need not be exchanged."""
     own, outgoing = messages[channel.rank], {}
-    for peer in channel.comm.peers:
+    for peer in channel.peers:
         outgoing[peer] = messages[peer]
     like = own if equal_sizes else None
-    arrived = yield from exchange(channel, outgoing, channel.comm.peers, "payloads", like=like)
+    arrived = yield from exchange(channel, outgoing, channel.peers, "payloads", like=like)
     arrived[channel.rank] = own
     return [message for _, message in sorted(arrived.items())]
 
@@ -40,7 +40,7 @@ def broadcast(channel: Channel, array: np.ndarray, root: int) -> Algorithm:
     whatever the number of ranks, and the others share the rest.
     """
     rank, size = channel.rank, channel.size
-    peers = channel.comm.peers
+    peers = channel.peers
     if array.size <= _SHORT or size == 2:
         outgoing = dict.fromkeys(peers, array) if rank == root else {}
         yield channel.exchange({} if rank == root else {root: array}, outgoing, "from root")

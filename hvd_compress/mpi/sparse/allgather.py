@@ -23,7 +23,7 @@ def gather(
 
     A rank's own is read from its own frame, so that all ranks hold the same.
     """
-    peers = channel.comm.peers
+    peers = channel.peers
     frame = form.encode(mine, lengths[channel.rank])
     limit = most_bytes(max(lengths), form.wire)
     frames = yield from exchange(channel, dict.fromkeys(peers, frame), peers, phase, limit=limit)

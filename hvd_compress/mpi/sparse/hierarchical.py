@@ -27,7 +27,6 @@ def hierarchical(nodes: Nodes, across: Run) -> Run:
     sums."""
 
     def run(channel: Channel, mine: Sparse, form: Format) -> Summed:
-        assert nodes.inside is not None
         inside = channel.within(nodes.inside, INSIDE)
         bounds = bounds_of(form.n, nodes.owners) + [form.n] * (inside.size - nodes.owners)
         length = bounds[inside.rank + 1] - bounds[inside.rank]

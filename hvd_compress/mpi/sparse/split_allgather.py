@@ -40,7 +40,7 @@ def to_owners(
 ) -> Generator[Wait, None, list[Vector]]:
     """Return every rank's entries in this rank's region, in rank order, indices counted from its
     start."""
-    rank, peers = channel.rank, channel.comm.peers
+    rank, peers = channel.rank, channel.peers
     parts = cut(mine, bounds)
     frames = {peer: form.encode(parts[peer], bounds[peer + 1] - bounds[peer]) for peer in peers}
     length = bounds[rank + 1] - bounds[rank]

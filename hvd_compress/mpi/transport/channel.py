@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
+import copy
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,15 +26,20 @@ class Channel:
 
     def __init__(self, comm: Any, tag: int) -> None:
         self.comm, self.tag = comm, tag
-        self.rank, self.size = comm.rank, comm.size
+        self.rank, self.size, self.peers = comm.rank, comm.size, comm.peers
+        self.members: Sequence[int] = range(comm.size)  # by their numbers here
         self.bytes_sent = self.bytes_received = 0
         self.whole: Channel | None = None  # see within
         self.place = ""
 
-    def within(self, subgroup: Any, place: str) -> Channel:
-        """Return the channel of the same algorithm in a subgroup of the ranks.  Its bytes count in
-        this one, too; time-outs name that ``place``."""
-        channel = Channel(subgroup, self.tag)
+    def within(self, members: Sequence[int], place: str) -> Channel:
+        """Return the channel of the same algorithm among some of the ranks, numbered from 0.  Its
+        bytes count in this one, too; time-outs name that ``place``."""
+        channel = copy.copy(self)
+        channel.members, channel.size = members, len(members)
+        channel.rank = members.index(self.rank)
+        channel.peers = [(channel.rank + i) % channel.size for i in range(1, channel.size)]
+        channel.bytes_sent = channel.bytes_received = 0
         channel.whole, channel.place = self, f"{place}, "
         return channel
 
@@ -65,10 +71,10 @@ class Channel:
                     # long behind the end of the buffer.  It is missed until the time-out instead.
                     mixed = length * 0x9E3779B97F4A7C15 % 2**64 >> 64 - SIZE_BITS
                     tag = self.tag + comm.tags * (mixed % (1 << comm.size_bits))
-                    requests.append(begin([piece, length, MPI.BYTE], peer, tag))
-                    messages.append((comm.members[peer], length, comes))
+                    requests.append(begin([piece, length, MPI.BYTE], self.members[peer], tag))
+                    messages.append((self.members[peer], length, comes))
         self.bytes_received += received
-        for counter in (self, self.whole, comm, comm.whole):
+        for counter in (self, self.whole, comm):
             if counter is not None:
                 counter.bytes_sent += sent
         if self.whole is not None:

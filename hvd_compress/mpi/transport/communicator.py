@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,6 @@ class Communicator:
     >>> comm.free()
     """
 
-    whole: Communicator | None = None  # if it is a subgroup
-    members: Sequence[int] = ()
-
     def __init__(
         self,
         comm: MPI.Comm | None = None,
@@ -121,7 +118,6 @@ class Communicator:
         }
         self.rank, self.size = comm.rank, comm.size
         self.peers = [(self.rank + i) % self.size for i in range(1, self.size)]
-        self.members = self.members or range(self.size)
         self.tags = tags()
         self.size_bits = max(0, min(bits_of_tags() - TAG_BITS, SIZE_BITS))
         self.bytes_sent = 0
@@ -130,7 +126,6 @@ class Communicator:
         self.notes: dict[int, str] = {}  # by the rank that has left it, see notes.py
         self._tuning = _Tuning()
         self._nodes: dict[int | None, Any] = {}  # see nodes.py
-        self.entries: dict[Any, int] = {}
         self._made_from: Communicator | None = None  # which lives as long as this one
         self._family = family_of(comm)
         self._use(Handles(comm))  # until there is a duplicate
@@ -139,7 +134,7 @@ class Communicator:
         self._use(Handles(self.run("Communicator()", _duplicated(comm))[0], name))
         self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
         unfreed.add(self.handles)
-        self._adopt()
+        self._family.add(self, self.handles)
         _alive.add(self)
 
     @classmethod
@@ -158,10 +153,6 @@ class Communicator:
 
     def _use(self, handles: Handles) -> None:
         self.handles, self.mpi, self.under_way = handles, handles.mpi, handles.under_way
-
-    def _adopt(self) -> None:
-        """See to it that the duplicate is freed in the end."""
-        self._family.add(self, self.handles)
 
     def _settle(self) -> tuple[set[int], bytes]:
         """Compare the options that must be the same on all ranks.
@@ -200,7 +191,6 @@ class Communicator:
                 "comm.cost_model = mpi.measure(comm)"
             )
         self._tuning.set(model)
-        self.entries.clear()
 
     def named(self, algorithm: str) -> str:
         """Return what ranks compare of an algorithm: of "auto" also what chooses."""

@@ -32,7 +32,6 @@ class Handles:
         mpi: the communicator, an ``MPI.Comm``.
         name: eight bytes that all its ranks know and no other communicator has; none for one that
             belongs to the caller.
-        subgroups: the handles of communicators of some of its ranks, in the order of their making.
         under_way: jobs whose buffers MPI reads from or writes to; they keep their owner alive.
         kept: further objects that MPI may still use.
         is_broken: messages may arrive at any time, so nothing is freed.
@@ -40,7 +39,6 @@ class Handles:
 
     def __init__(self, mpi: MPI.Comm, name: bytes = b"") -> None:
         self.mpi, self.name = mpi, name
-        self.subgroups: list[Handles] = []
         self.under_way: set[Any] = set()
         self.kept: list[Any] = []
         self.is_broken = False
@@ -49,13 +47,11 @@ class Handles:
     def has_broken(self) -> bool:
         """Whether it is broken, or what was made from it, which would be freed with it."""
         return self.is_broken or any(
-            each.has_broken for each in (*self.subgroups, *family_of(self.mpi)._handles.values())
+            each.has_broken for each in family_of(self.mpi)._handles.values()
         )
 
     def free(self) -> None:
         """Give everything back; a collective."""
-        for subgroup in self.subgroups:
-            subgroup.free()
         self.mpi.Free()
         unfreed.discard(self)
 

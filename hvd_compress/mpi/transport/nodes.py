@@ -1,9 +1,8 @@
-"""The ranks that share a machine, and communicators for them and between machines."""
+"""The machines that the ranks of a communicator share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
 from mpi4py import MPI
 
@@ -14,73 +13,35 @@ from hvd_compress.mpi.transport.communicator import Communicator
 INSIDE, ACROSS = "inside the node", "across nodes"
 
 
-class Subgroup(Communicator):
-    """Some ranks of a communicator.
-
-    Problems, bytes and ranks in messages are those of the whole: nobody else knows the numbers of a
-    subgroup.
-    """
-
-    whole: Communicator
-
-    def __init__(self, whole: Communicator, comm: MPI.Comm, members: tuple[int, ...]) -> None:
-        self.whole, self.members = whole, members
-        super().__init__(comm, timeout=whole.timeout, checks=0, segment=whole.segment)
-
-    def _adopt(self) -> None:
-        self.whole.handles.subgroups.append(self.handles)  # and is freed with the whole
-
-    def give_up(self, problem: str, lost: Iterable[Any]) -> None:
-        super().give_up(problem, lost)
-        self.whole.give_up(problem, [])
-
-
 class Nodes:
-    """The machines that a communicator runs on.  Making one is a collective.
+    """The machines that a communicator runs on.
 
     Args:
-        comm: the communicator.
+        rank: this one.
         leaders: by rank, the lowest rank on its machine.
 
     Attributes:
         members: ranks of each node, ascending.
-        is_flat: there is one node, or every rank has its own; then there are no subgroups.
+        is_flat: there is one node, or every rank has its own.
         is_even: all nodes have the same number of ranks.
-        owners: how many ranks of this rank's node add up for it: if even, all; otherwise the first.
+        owners: how many ranks of a node add up for it: if even, all; otherwise the first.
         inside: the ranks of this rank's node.
         across: if even, the ranks with the same place in their nodes; otherwise the first ranks of
             all nodes, ``None`` on others.
     """
 
-    def __init__(self, comm: Communicator, leaders: list[int]) -> None:
+    def __init__(self, rank: int, leaders: Sequence[int]) -> None:
         self.members = [
-            tuple(rank for rank in range(comm.size) if leaders[rank] == leader)
+            tuple(other for other, its in enumerate(leaders) if its == leader)
             for leader in sorted(set(leaders))
         ]
-        self.is_flat = len(self.members) in (1, comm.size)
+        self.is_flat = len(self.members) in (1, len(leaders))
         self.is_even = len(set(map(len, self.members))) == 1
         self.owners = len(self.members[0]) if self.is_even else 1
-        self.inside: Subgroup | None = None
-        self.across: Subgroup | None = None
-        if self.is_flat:
-            return
-        node = next(members for members in self.members if comm.rank in members)
-        self.inside = _subgroup(comm, node[0], node)
-        place = node.index(comm.rank)
-        if self.is_even or place == 0:
-            peers = tuple(members[place] for members in self.members)
-            self.across = _subgroup(comm, place, peers)
-        else:
-            _subgroup(comm, MPI.UNDEFINED, ())
-
-
-def _subgroup(comm: Communicator, color: int, members: tuple[int, ...]) -> Subgroup | None:
-    split = comm.mpi.Split(color, comm.rank)
-    if split == MPI.COMM_NULL:
-        return None
-    subgroup = Subgroup(comm, split, members)
-    split.Free()
-    return subgroup
+        self.inside = next(members for members in self.members if rank in members)
+        place, self.across = self.inside.index(rank), None
+        if place < self.owners:
+            self.across = tuple(members[place] for members in self.members)
 
 
 def suffix_of(ranks_per_node: int | None) -> str:
@@ -99,7 +60,7 @@ def nodes_of(comm: Communicator, ranks_per_node: int | None = None) -> Nodes:
     if ranks_per_node is not None and (type(ranks_per_node) is not int or ranks_per_node < 1):
         raise ConfigError(f"ranks_per_node={ranks_per_node!r}: a number of ranks, 1 or more")
     if ranks_per_node not in comm._nodes:
-        comm._nodes[ranks_per_node] = Nodes(comm, _leaders(comm, ranks_per_node))
+        comm._nodes[ranks_per_node] = Nodes(comm.rank, _leaders(comm, ranks_per_node))
     return comm._nodes[ranks_per_node]
 
 

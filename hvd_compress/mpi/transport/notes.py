@@ -56,11 +56,11 @@ def read(comm: Any) -> dict[int, str]:
 def told(comm: Any) -> str:
     """Return what other ranks have said of themselves, as the end of a message."""
     notes = sorted(read(comm).items())
-    said = [f"rank {comm.members[rank]} {note}" for rank, note in notes if note]
+    said = [f"rank {rank} {note}" for rank, note in notes if note]
     return f". But {', '.join(said)}: {UNEVEN}" if said else ""
 
 
 def ended(comm: Any) -> set[int]:
-    """Return the ranks from which nothing will come any more, as messages name them."""
+    """Return the ranks from which nothing will come any more."""
     notes = read(comm).items()
-    return {comm.members[rank] for rank, note in notes if note in (ENDED, GAVE_UP)}
+    return {rank for rank, note in notes if note in (ENDED, GAVE_UP)}
