@@ -55,24 +55,18 @@ class _Staged(Configurable, abc.ABC, kind="schedule"):
 
     @property
     @abc.abstractmethod
-    def stages_in_all(self) -> int:
-        """The number of stages; the last one never ends."""
-
-    @abc.abstractmethod
-    def in_stage(self, stage: int) -> Any:
-        """Return the value of a stage, counted from 0."""
+    def values(self) -> tuple[Any, ...]:
+        """The value of each stage; the last one never ends."""
 
     def __call__(self, step: int, epoch: float | None = None) -> Any:
-        return self.in_stage(min(self.stage(step, epoch), self.stages_in_all - 1))
-
-    def stage(self, step: int, epoch: float | None) -> int:
         if self.unit == "epoch" and epoch is None:
             raise ConfigError(
                 f"{type(self).__name__}(unit='epoch') does not know the epoch: call "
                 "compression.set_epoch(epoch) at the start of every epoch, or use unit='step'"
             )
         count = step if self.unit == "step" or epoch is None else epoch
-        return int(count / self.stage_length + 1e-9)  # 1e-9: thirds are not exact
+        stage = int(count / self.stage_length + 1e-9)  # 1e-9: thirds are not exact
+        return self.values[min(stage, len(self.values) - 1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +100,8 @@ class StagedWarmup(_Staged, name="staged"):
             check_fraction("densities", density)
 
     @property
-    def stages_in_all(self) -> int:
-        return len(self.densities)
-
-    def in_stage(self, stage: int) -> float:
-        return self.densities[stage]
+    def values(self) -> tuple[float, ...]:
+        return self.densities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +127,9 @@ class ExponentialWarmup(_Staged, name="exponential"):
     stages: int = checked(numbers("a number of stages, 0 or more", lambda n: n >= 0, whole=True), 5)
 
     @property
-    def stages_in_all(self) -> int:
-        return self.stages + 1
-
-    def in_stage(self, stage: int) -> float:
-        return float(self.density ** ((stage + 1) / (self.stages + 1)))
+    def values(self) -> tuple[float, ...]:
+        number = self.stages + 1
+        return tuple(float(self.density ** (stage / number)) for stage in range(1, number + 1))
 
 
 def warmup_to(
@@ -188,12 +177,7 @@ class After(_Staged, name="after"):
     (False, True)
     """
 
-    @property
-    def stages_in_all(self) -> int:
-        return 2
-
-    def in_stage(self, stage: int) -> bool:
-        return stage > 0
+    values = (False, True)
 
 
 Schedule = StagedWarmup | ExponentialWarmup | After

@@ -136,30 +136,6 @@ class Stats:
             for label, (names, own) in (buckets or {}).items()
         }
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return "total", "layers", "times" and "buckets" as dicts that JSON can hold, and "choice"
-        if there is one."""
-
-        def plain(record: Record) -> dict[str, Any]:
-            return {
-                **dataclasses.asdict(record),
-                "ratio": record.ratio,
-                "density": record.density,
-            }
-
-        layers = {name: plain(record) for name, record in self.layers.items()}
-        times = None if self.times is None else dataclasses.asdict(self.times)
-        buckets = {
-            label: {
-                "names": list(each.names),
-                **plain(each.record),
-                "times": dataclasses.asdict(each.times),
-            }
-            for label, each in self.buckets.items()
-        }
-        found = {"total": plain(self.total), "layers": layers, "times": times, "buckets": buckets}
-        return found if self.choice is None else {**found, "choice": dict(self.choice)}
-
     def scalars(self, *, tensors: bool = False) -> dict[str, float]:
         """Return numbers by name, for a plot over the steps.
 
@@ -213,12 +189,6 @@ class Stats:
                 f"  {r.ratio:>10.1f}  {r.density:>8.3%}  {r.residual_norm:>9.3g}"
             )
         return "\n".join(rows)
-
-    def to_tensorboard(self, writer: Any, step: int, prefix: str = "compression") -> None:
-        """Write all :meth:`scalars` to ``writer``, which needs ``add_scalar``, as torch's
-        ``SummaryWriter`` has."""
-        for name, value in self.scalars(tensors=True).items():
-            writer.add_scalar(f"{prefix}/{name}", value, step)
 
 
 def _sum(records: Iterable[Record]) -> Record:

@@ -284,11 +284,11 @@ class Binding(BindingState):
             return tf.switch_case(self.method.phase_index(step + 1), branches)
         if not self._schedules:
             return exchange(self.method)
-        stages = itertools.product(*(range(s.stages_in_all) for s in self._schedules))
+        stages = itertools.product(*(range(len(s.values)) for s in self._schedules))
         methods = [
             with_values(
                 self.method,
-                {s: s.in_stage(i) for s, i in zip(self._schedules, chosen, strict=True)},
+                {s: s.values[i] for s, i in zip(self._schedules, chosen, strict=True)},
             )
             for chosen in stages
         ]
@@ -298,8 +298,8 @@ class Binding(BindingState):
         for schedule in self._schedules:
             count = self.step if schedule.unit == "step" else self.store.known_epoch()
             stage = tf.cast(tf.cast(count, tf.float64) / schedule.stage_length + 1e-9, tf.int32)
-            last = schedule.stages_in_all - 1
-            index = index * schedule.stages_in_all + tf.minimum(stage, last)
+            number = len(schedule.values)
+            index = index * number + tf.minimum(stage, number - 1)
         return tf.switch_case(index, [functools.partial(exchange, m) for m in methods])
 
     def _agree(

@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import json
 import os
-import shutil
 import signal
 import sys
 import textwrap
@@ -73,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("methods", help="compression methods, their costs and options")
     command.add_argument("names", nargs="*", metavar="NAME", help="all about these")
-    command.add_argument("--wide", action="store_true", help="all columns, however narrow the room")
     command.add_argument("--json", action="store_true", dest="as_json", help=JSON)
     command.set_defaults(run=list_methods)
 
@@ -151,11 +149,9 @@ def _parser() -> argparse.ArgumentParser:
 JSON = "print JSON, for scripts"
 
 COLUMNS = ("name", "class", "bits sent", "received", "collectives", "state", "reference")
-#: what a narrow terminal does without, in this order
-DISPENSABLE = ("state", "class", "reference", "collectives")
 
 
-def list_methods(names: Sequence[str], wide: bool, as_json: bool) -> None:
+def list_methods(names: Sequence[str], as_json: bool) -> None:
     """Print a table of all methods with what they cost, or what is to be known of some."""
     warnings.simplefilter("ignore", NeedsTuning)  # nothing is trained here
     classes = [named(name) for name in names or method_names()]
@@ -170,30 +166,16 @@ def list_methods(names: Sequence[str], wide: bool, as_json: bool) -> None:
         for cls in classes:
             _describe(cls)
         return
-    rows = [dict(zip(COLUMNS, COLUMNS, strict=True))]
-    for cls in classes:
-        values = (cls.name, cls.__name__, *_costs(cls), cls.reference)
-        rows.append(dict(zip(COLUMNS, values, strict=True)))
-    widths = {column: max(len(row[column]) for row in rows) for column in COLUMNS}
-    # Into a file or a pipe goes all.
-    room = sys.maxsize if wide else shutil.get_terminal_size(fallback=(sys.maxsize, 24)).columns
-    hidden: list[str] = []
-    for column in DISPENSABLE:  # until the others have room, with two blanks between them
-        if sum(2 + width for name, width in widths.items() if name not in hidden) - 2 <= room:
-            break
-        hidden.append(column)
+    rows = [COLUMNS, *((cls.name, cls.__name__, *_costs(cls), cls.reference) for cls in classes)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [row[column].ljust(widths[column]) for column in COLUMNS if column not in hidden]
-        print("  ".join(cells).rstrip())
-    notes = (
-        f"Bits an element, counted in float32 on a matrix of {SHAPE[0]} x {SHAPE[1]} between "
-        f"{RANKS} ranks. Where all is gathered, what is received grows with the number of ranks; "
-        "sums, all-to-all and the gather behind it do not. State in units of the gradient. "
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    print(
+        f"\nBits an element, counted in float32 on a matrix of {SHAPE[0]} x {SHAPE[1]} between "
+        f"{RANKS} ranks.\nWhere all is gathered, what is received grows with the number of ranks; "
+        "sums, all-to-all\nand the gather behind it do not. State in units of the gradient. "
         "Options: hvd-compress methods NAME ..."
     )
-    if hidden:
-        notes += f" Left out for want of room: {', '.join(hidden)} (--wide shows all)."
-    print("\n" + textwrap.fill(notes, min(room, 100)))
 
 
 def _costs(cls: type[Compressor]) -> tuple[str, str, str, str]:

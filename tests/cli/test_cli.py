@@ -48,8 +48,8 @@ def bare(tmp_path_factory):
 
 
 def test_methods_lists_every_method():
-    # A process of its own: tests register methods too.  Wide: whoever starts tests may set COLUMNS.
-    done = command("methods", "--wide")
+    # A process of its own: tests register methods too.
+    done = command("methods")
     assert (done.returncode, done.stderr) == (0, "")
     lines = filter(None, done.stdout.splitlines())
     rows = {name: columns for name, *columns in map(str.split, lines)}
@@ -60,22 +60,6 @@ def test_methods_lists_every_method():
     assert rows["onebit"][1:5] == ["1.29", "2.06", "alltoall,", "gather"]
     assert rows["powersgd"][1:5] == ["0.08", "0.08", "sum,", "sum"]
     assert rows["topk"][4:6] == ["residual", "1"]
-
-
-def test_methods_fits_the_terminal():
-    everything = command("methods", "--wide", COLUMNS="60").stdout
-    header = everything.splitlines()[0]
-    assert "reference" in header
-    for columns in (60, 80, 100, 120, 200):
-        lines = command("methods", COLUMNS=str(columns)).stdout.splitlines()
-        assert max(map(len, lines)) <= columns
-        assert lines[0].startswith("name")
-        left_out = re.search(r"Left out for want of room: (.*) \(--wide", " ".join(lines))
-        absent = left_out[1].split(", ") if left_out else []
-        assert all(
-            (name in lines[0]) != (name in absent) for name in ("class", "state", "collectives")
-        )
-    assert command("methods", COLUMNS="").stdout == everything  # into a pipe
 
 
 def test_methods_answers_at_once():

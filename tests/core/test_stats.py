@@ -39,14 +39,6 @@ def test_the_total_is_the_sum_of_the_layers():
     assert Record(steps=3).plus(Record(steps=5)).steps == 5  # a tensor without gradient in some
 
 
-def test_numbers_for_json():
-    numbers = json.loads(json.dumps(STATS.as_dict()))
-    assert numbers["total"]["bytes_sent"] == 12_000
-    assert numbers["layers"]["layer.weight"]["ratio"] == 500
-    assert numbers["layers"]["layer.bias"]["density"] == 1.0
-    assert numbers["layers"].keys() == {"layer.weight", "layer.bias"}
-
-
 def test_one_line():
     assert STATS.line() == (
         "10 steps, 1.2 KiB sent per step, 391.0 KiB dense (ratio of bytes 333.7, elements sent "
@@ -70,19 +62,12 @@ def test_a_table():
     assert len({len(line) for line in lines}) == 1  # aligned
 
 
-def test_scalars_for_tensorboard():
-    class Writer(dict):
-        def add_scalar(self, tag, value, step):
-            assert step == 7
-            assert tag not in self
-            self[tag] = value
-
-    writer = Writer()
-    STATS.to_tensorboard(writer, 7, prefix="c")
-    assert len(writer) == 3 * 5
-    assert writer["c/total/bytes_sent"] == 12_000
-    assert writer["c/layer.weight/ratio"] == 500
-    assert writer["c/layer.bias/residual_norm"] == 4.0
+def test_scalars_of_tensors():
+    scalars = json.loads(json.dumps(STATS.scalars(tensors=True)))
+    assert len(scalars) == 3 * 5
+    assert scalars["total/bytes_sent"] == 12_000
+    assert scalars["layer.weight/ratio"] == 500
+    assert scalars["layer.bias/residual_norm"] == 4.0
 
 
 @pytest.mark.parametrize(
