@@ -36,8 +36,8 @@ class allgather(Aggregator, name="allgather"):
         select: an operator that picks elements, such as ``top_k``; or a codec, which takes all.
         values, indices: as of :class:`elements`; error feedback keeps what values lose.
         algorithm: "allgather" delivers all entries to every rank.  Over MPI also
-            "split_allgather", where each rank adds up one region, "recursive_doubling",
-            "hierarchical", inside of nodes first, and "auto": see docs/sparse-collectives.md.
+            "split_allgather", where each rank adds up one region, "hierarchical", inside of nodes
+            first, and "auto": see docs/sparse-collectives.md.
 
     P messages may be more than two dense arrays, for instance at a density of 25 % on more than 4
     ranks.  Then uncoded values at known numbers of places are sent in a dense sum.  The result is

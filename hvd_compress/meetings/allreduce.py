@@ -29,9 +29,9 @@ class allreduce(Aggregator, name="allreduce"):
         select: ``random_k``, whose choice does not depend on the gradient.
         unbiased: scale what was selected by n/k, so that its expectation is the gradient; not
             with error feedback.
-        algorithm: over MPI "direct", "ring", "halving_doubling", "recursive_doubling",
-            "hierarchical", which adds up inside of nodes first, or "auto", the fastest by a model
-            measured on the communicator.  ``None`` takes the engine's own.
+        algorithm: over MPI "direct", "ring", "halving_doubling", "hierarchical", which adds up
+            inside of nodes first, or "auto", the fastest when measured on the communicator.
+            ``None`` takes the engine's own.
 
     Raises:
         TypeError: ``select`` looks at the gradient, so ranks would sum different coordinates.

@@ -1,8 +1,8 @@
 """The names of algorithms over MPI, each that of a module in ``hvd_compress/mpi/dense`` or
 ``hvd_compress/mpi/sparse``.  Options are checked where there is no MPI, too."""
 
-DENSE = ("direct", "halving_doubling", "recursive_doubling", "ring")
-SPARSE = ("allgather", "recursive_doubling", "split_allgather")
+DENSE = ("direct", "halving_doubling", "ring")
+SPARSE = ("allgather", "split_allgather")
 #: that choose among these, or are made of them
 _COMPOSED = ("auto", "hierarchical")
 #: for ``Sum.algorithm`` and ``SparseSum.algorithm``

@@ -45,7 +45,7 @@ def dense_algorithms() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every dense allreduce, with its name."""
     for name in ALGORITHMS:
         yield name, functools.partial(mpi.allreduce, algorithm=name)
-    names = ("direct", "ring", "recursive_doubling", "halving_doubling")
+    names = ("direct", "ring", "auto", "halving_doubling")
     for ranks_per_node, across in zip(LAYOUTS, names, strict=True):
         options = {"algorithm": across, "ranks_per_node": ranks_per_node}
         by_nodes = functools.partial(mpi.hierarchical_allreduce, **options)

@@ -69,7 +69,7 @@ def _allreduces(*, rounds: bool = False):
         for algorithm in ALGORITHMS:
             yield functools.partial(mpi.sparse_allreduce, algorithm=algorithm, indices=codec)
         for ranks_per_node, across in (
-            () if rounds else zip(LAYOUTS, (*ALGORITHMS, "auto"), strict=True)
+            () if rounds else zip(LAYOUTS, (*ALGORITHMS, "auto", "allgather"), strict=True)
         ):
             options = {"algorithm": across, "ranks_per_node": ranks_per_node, "indices": codec}
             yield functools.partial(mpi.hierarchical_sparse_allreduce, **options)
@@ -219,27 +219,6 @@ def split_stays_below_its_bound() -> None:
         sent = world.allreduce(comm.bytes_sent - before)
         overhead = 2 * P * (P - 1) * (SIZE + OVERHEAD)
         assert sent <= {"int32": 8, "packed": 6}[codec] * moved + overhead
-    comm.free()
-
-
-def doubling_sends_what_the_formula_says() -> None:
-    comm = mpi.Communicator(world, checks=0)
-    n, k = 50_000, 300
-    rounds = P.bit_length() - 1
-    same = vector(0, n, k)
-    mpi.sparse_allreduce(same, n, algorithm="recursive_doubling", comm=comm)
-    if comm.size == 1 << rounds:
-        assert comm.bytes_sent == rounds * (SIZE + sparse_size(k, n, "float32"))
-        comm.bytes_sent = 0
-        places = np.arange(RANK * k, (RANK + 1) * k)
-        apart = Sparse(places, same.values)
-        mpi.sparse_allreduce(apart, n, algorithm="recursive_doubling", comm=comm)
-        frames = [sparse_size(k << step, n, "float32") for step in range(rounds)]
-        assert comm.bytes_sent == sum(SIZE + frame for frame in frames)
-    else:  # the last ranks send and receive once
-        rank, core = comm.rank, 1 << rounds
-        messages = rounds * (rank < core) + (rank < P - core or rank >= core)
-        assert comm.bytes_sent == messages * (SIZE + sparse_size(k, n, "float32"))
     comm.free()
 
 

@@ -148,7 +148,7 @@ def what_cannot_work_says_what_to_write() -> None:
     if hvd.size() == 1:
         return
     with raises(UnsupportedError, "leave algorithm out"):
-        method = TopK(density=0.05, algorithm="recursive_doubling")
+        method = TopK(density=0.05, algorithm="split_allgather")
         hvd.bind(method, [tf.Variable(tf.zeros([300]))]).reduce([tf.ones([300])])
     with raises(MismatchError, "allgather of float32 rows"):
         hvd.allgather(tf.ones([2, 1 + hvd.rank()]))

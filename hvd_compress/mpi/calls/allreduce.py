@@ -35,7 +35,7 @@ def allreduce(
             bfloat16, float32, float64 or integers.  Half precisions are added in float32 and
             rounded once.  No gradient passes: what autograd has computed is refused.
         op: "sum", "mean" (floats only) or "max" (NaN counts as largest).
-        algorithm: "ring", "halving_doubling", "recursive_doubling", "direct", or "auto": the one
+        algorithm: "ring", "halving_doubling", "direct", or "auto": the one
             that was fastest when it was measured on this communicator, see :class:`.CostModel`.
         out: the array for the result, of the shape and dtype of ``x``; ``out=x`` works in place,
             and ``None`` makes a new array.

@@ -70,7 +70,7 @@ def sparse_allreduce(
     Args:
         sparse, n, comm, indices: as for :func:`sparse_allgather`.
         op: "sum" or "mean".
-        algorithm: "allgather", "recursive_doubling", "split_allgather", or "auto": the one
+        algorithm: "allgather", "split_allgather", or "auto": the one
             that was fastest when it was measured on this communicator (:class:`.CostModel`).  The
             largest number of entries of a rank counts.
         values: a narrower dtype for values on the wire.  Rounding errors are in ``dropped``, on the
@@ -99,7 +99,7 @@ def hierarchical_sparse_allreduce(
 
     Args:
         sparse, n, op, comm, indices: as for :func:`sparse_allreduce`.
-        algorithm: between nodes: "allgather", "recursive_doubling", "split_allgather" or "auto".
+        algorithm: between nodes: "allgather", "split_allgather" or "auto".
         ranks_per_node: see :func:`hierarchical_allreduce`.
 
     float16 is added in float32 on both levels and rounded once; ``dropped`` is empty.

@@ -13,7 +13,6 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.meetings.sparse_vectors import Vector, add_up, densify, empty, pick
 from hvd_compress.wire import (
     decode,
-    decode_sparse,
     dense_is_shorter,
     encode_dense,
     encode_sparse,
@@ -32,7 +31,6 @@ class Format:
         wire: of values on the wire; narrower than ``dtype`` means that they are rounded.
         codec: of indices, see ``encode_sparse``.
         op, size: "sum" or "mean", and the number of ranks.
-        may_be_dense: vectors become dense arrays where that is shorter.
     """
 
     n: int
@@ -41,7 +39,6 @@ class Format:
     codec: str
     op: str
     size: int
-    may_be_dense: bool = True
 
     def __post_init__(self) -> None:
         check_choice("op", self.op, ("sum", "mean"))
@@ -110,13 +107,11 @@ class Format:
     def add_up(self, parts: Sequence[Vector], n: int, sent_as: str) -> Vector:
         """Return the sum of vectors of ``n`` elements, in the order of ``parts``; dense if it is
         shorter when it is sent as ``sent_as``."""
-        if not self.may_be_dense:
-            return add_up(parts, n, self.wide)
         return add_up(parts, n, self.wide, lambda count: self.is_full(count, n, sent_as))
 
     def is_full(self, count: int, n: int, dtype: str) -> bool:
         """Return whether ``count`` of ``n`` elements are shorter when they are sent dense."""
-        return self.may_be_dense and dense_is_shorter(count, n, dtype, self.codec)
+        return dense_is_shorter(count, n, dtype, self.codec)
 
     def present(self, total: Vector) -> Vector:
         """Return a result as callers get it: dense if that is shorter."""
@@ -134,8 +129,7 @@ class Format:
 
     def decode(self, frame: np.ndarray, n: int, dtype: str, sender: int) -> Vector:
         """Undo :meth:`encode`; raise ``PayloadError`` if the frame is damaged."""
-        read = decode if self.may_be_dense else decode_sparse
-        indices, values = read(frame, n, dtype, sender=f"rank {sender}", whole=self.n)
+        indices, values = decode(frame, n, dtype, sender=f"rank {sender}", whole=self.n)
         values = values.astype(dtype)  # aligned, native and no view of the frame
         return values if indices is None else Sparse(indices.astype(np.int64), values)
 

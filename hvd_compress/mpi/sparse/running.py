@@ -50,14 +50,13 @@ def prepare(
     values: str | None,
     indices: str,
     op: str,
-    may_be_dense: bool = True,
 ) -> tuple[Format, Sparse, Sparse, Any]:
     """Return the format of a call, the vector that the others receive of ``sparse``, its rounding
     errors, and the kind of the results.  The options are those of :class:`.Format`."""
     mine, like = take_in(sparse, n)
     dtype = mine.values.dtype.name
     values = dtype if values is None else values
-    form = Format(int(n), dtype, values, indices, op, comm.size, may_be_dense)
+    form = Format(int(n), dtype, values, indices, op, comm.size)
     brought, rounded_off = form.bring(mine)
     return form, brought, rounded_off, like
 
