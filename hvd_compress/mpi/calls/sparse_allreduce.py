@@ -14,6 +14,7 @@ from hvd_compress.meetings.sparse_vectors import give_back
 from hvd_compress.mpi.sparse import ALGORITHMS
 from hvd_compress.mpi.sparse.algorithm import Run
 from hvd_compress.mpi.sparse.allgather import gather
+from hvd_compress.mpi.sparse.messages import entries_of
 from hvd_compress.mpi.sparse.running import Reduced, prepare, run
 from hvd_compress.mpi.transport.communicator import Comm, Communicator
 from hvd_compress.mpi.transport.nodes import suffix_of
@@ -44,14 +45,13 @@ def sparse_allgather(
     """
     communicator = Communicator.of(comm)
     with communicator.told():
-        options = values, indices, "sum", False
-        form, brought, _, like = prepare(sparse, n, communicator, *options)
+        form, brought, _, like = prepare(sparse, n, communicator, values, indices, "sum")
     lengths = [form.n] * communicator.size
 
     def start() -> Algorithm:
         return gather(communicator.channel(), brought, lengths, form, "sparse allgather")
 
-    parts = run(communicator, f"sparse_allgather({form})", start)
+    parts = map(entries_of, run(communicator, f"sparse_allgather({form})", start))
     return [give_back(Sparse(part.indices, part.values.astype(form.dtype)), like) for part in parts]
 
 
