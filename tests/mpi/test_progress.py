@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-import types
 
 import numpy as np
 import pytest
 
 from hvd_compress import mpi
 from hvd_compress.mpi.engine import CARRIERS
-from hvd_compress.mpi.transport import notes, progress
+from hvd_compress.mpi.transport import progress
 from hvd_compress.mpi.transport.progress import Work
 from hvd_compress.requests import Sum
 
@@ -99,12 +98,6 @@ def test_only_an_exchange_ends_itself(monkeypatch):
     with pytest.raises(RuntimeError, match="StopIteration"):
         one.start("w", exchange())
     one.close()
-
-
-def test_who_has_ended_has_the_numbers_that_are_awaited(monkeypatch):
-    """Those of the whole, of which the communicator is a subgroup."""
-    monkeypatch.setattr(notes, "read", lambda comm: {0: "waits in f()", 1: notes.ENDED})
-    assert notes.ended(types.SimpleNamespace(members=(2, 5))) == {5}
 
 
 def test_looks_end_where_each_takes_long():
