@@ -36,11 +36,9 @@ from hvd_compress import (
 )
 from hvd_compress.backends import backend_of
 from hvd_compress.blocks import (
-    adaptive_random,
     allgather,
     allreduce,
     alltoall,
-    bernoulli,
     chain,
     clip_by_local_norm,
     contraction,
@@ -197,10 +195,6 @@ ROWS = {
     "ef21-later": Row(EF21(density=0.05, start=1, average=0.5), encodes=False),
     "ef21-codes": Row(EF21(density=0.1, values=natural()), encodes=False),
     "chain-ef21-dense": Row(chain(ef21(), via=alltoall(scaled_sign())), encodes=False),
-    "chain-adaptive-random": Row(
-        chain(error_feedback(), via=allgather(adaptive_random(), natural_dithering()))
-    ),
-    "chain-bernoulli": Row(chain(error_feedback(), via=allgather(bernoulli(0.3)))),
     "partition": Row(
         partition(
             rule(OneBit(), ndim=2),

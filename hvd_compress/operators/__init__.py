@@ -1,14 +1,12 @@
 """Compression operators: which elements to keep."""
 
-from hvd_compress.operators.at_random import adaptive_random, bernoulli, random_k
+from hvd_compress.operators.at_random import random_k
 from hvd_compress.operators.base import Selector
 from hvd_compress.operators.threshold import threshold
 from hvd_compress.operators.top_k import top_k
 
 __all__ = [
     "Selector",
-    "adaptive_random",
-    "bernoulli",
     "random_k",
     "threshold",
     "top_k",

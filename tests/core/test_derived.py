@@ -24,7 +24,6 @@ from hvd_compress.blocks import (
     Codec,
     allgather,
     alltoall,
-    bernoulli,
     chain,
     clip_by_local_norm,
     contraction,
@@ -48,7 +47,6 @@ BY_EPOCH = StagedWarmup("epoch")
 def test_options_convert_themselves():
     assert EF21(start=3).start == dense_until(3, allgather()).start == After("step", 3)
     assert OneBitAdamCompression(freeze_step=True).freeze_step is True
-    assert bernoulli([0.5, 0.1]) == bernoulli((0.5, 0.1))
     assert rounding(levels=[1.0, 2.0]).levels == (1.0, 2.0)
     assert Chain([error_feedback()], allgather()) == chain(error_feedback(), via=allgather())
     # One option after another, in their order.

@@ -44,7 +44,6 @@ from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import CompressionError, PayloadError
 from hvd_compress.meetings import allgather, alltoall
-from hvd_compress.operators import bernoulli
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Record
 from hvd_compress.transforms import (
@@ -96,7 +95,6 @@ CODED = [
     Chain((momentum_after_averaging(), smoothing(0.8), ef21()), via=allgather(natural())),
     Threshold(tau=0.5),
     Threshold(tau=2.5, indices="int32"),
-    Chain((), via=allgather(bernoulli(0.7))),
 ]
 MAKERS = {"numpy": np.array, "torch": torch.tensor, "tensorflow": tf.constant}
 

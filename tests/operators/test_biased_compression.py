@@ -13,11 +13,9 @@ from hypothesis.extra.numpy import arrays
 
 from hvd_compress import EF21, Context, StagedWarmup, codecs, from_config
 from hvd_compress.blocks import (
-    adaptive_random,
     allgather,
     allreduce,
     alltoall,
-    bernoulli,
     chain,
     contraction,
     ef21,
@@ -50,15 +48,11 @@ SELECTING = {
     "random-k-unbiased": allreduce(select=random_k(0.3), unbiased=True),
     "own-draws": gather_drawn(random_k(0.3)),
     "own-draws-unbiased": gather_drawn(random_k(0.3), unbiased=True),
-    "adaptive-random": allgather(adaptive_random()),
-    "bernoulli": allgather(bernoulli(0.4)),
     "everything": allreduce(),
     "top-k-natural": allgather(top_k(0.3), natural()),
     "top-k-dithering": allgather(top_k(0.3), contraction(natural_dithering(4, None))),
     "top-k-rounding": allgather(top_k(0.3), rounding(3.0, biased=True)),
     "top-all-dithering": allgather(top_k(1.0), natural_dithering(4, None)),
-    "adaptive-natural": allgather(adaptive_random(), natural()),
-    "bernoulli-coarse": allgather(bernoulli(0.4), contraction(uniform_dithering(1, None))),
     "dithering": allgather(natural_dithering(4, None)),
 }
 
@@ -77,9 +71,7 @@ def test_constants_of_selecting_operators_hold(via, d):
         check_constants(via.classes(d), arrived(via, x, 1 if certain else DRAWS), x)
 
 
-@pytest.mark.parametrize(
-    "via", [SELECTING[key] for key in ("top-k", "random-k", "adaptive-random", "bernoulli")]
-)
+@pytest.mark.parametrize("via", [SELECTING[key] for key in ("top-k", "random-k")])
 def test_constants_of_selecting_operators_are_tight(via):
     """Elements of equal size: exactly the guaranteed share arrives."""
     x = np.ones(10)
@@ -92,8 +84,6 @@ def test_constants_of_selecting_operators_by_hand():
     assert top_k(0.25).classes(8) == (1 / 4, 1, 1 / 4, 4, None)
     assert random_k(0.25).classes(8) == (1 / 4, 1, 1 / 4, 4, None)
     assert allreduce(select=random_k(0.25), unbiased=True).classes(8) == (4, 4, 1, 4, 4)
-    assert adaptive_random().classes(5) == (1 / 5, 1, 1 / 5, 5, None)
-    assert bernoulli((0.2, 0.9, 0.5)).classes(3) == (1 / 5, 1, 1 / 5, 5, None)
     schedule = StagedWarmup(densities=(0.5, 0.25))
     assert top_k(schedule).classes(8).delta == 2
     assert top_k(schedule).classes(8, Context(step=1)).delta == 4
@@ -123,55 +113,11 @@ def test_what_has_no_constants_says_so():
 
 def test_share_of_energy_of_random_vectors():
     """Beznosikov et al., section 5: the largest of d uniform elements has 3 / (d + 2) of the energy
-    in the limit of means of quotients, and a random one 1/d; adaptive sampling is in between."""
+    in the limit of means of quotients, and a random one 1/d."""
     d, count = 20, 4000
     x = random(0).random((count, d))
     energy = (x**2).sum()
     assert (x.max(1) ** 2).sum() / energy == pytest.approx(3 / (d + 2), rel=0.02)
-    world = World(chain(via=allgather(adaptive_random())), 1)
-    kept = sum((world.exchange([row])[0].mean ** 2).sum() for row in x[:1500])
-    expected = ((x[:1500] ** 3).sum(1) / x[:1500].sum(1)).sum()
-    assert kept == pytest.approx(expected, rel=0.05)
-    assert 1 / d < expected / (x[:1500] ** 2).sum() < 3 / (d + 2)
-
-
-def test_adaptive_random_draws_in_proportion():
-    x = np.array([1.0, 0, -3, 4])
-    found = arrived(allgather(adaptive_random()), x, 2000)
-    assert (np.count_nonzero(found, axis=1) == 1).all()
-    hits = np.count_nonzero(found, axis=0) / 2000
-    np.testing.assert_allclose(hits, [1 / 8, 0, 3 / 8, 1 / 2], atol=5 * 0.5 / np.sqrt(2000))
-    np.testing.assert_allclose(np.abs(found).max(0), np.abs(x))
-    world = World(chain(via=allgather(adaptive_random())), 3)
-    chosen = [int(o.sent.indices[0]) for _ in range(9) for o in world.exchange([np.ones(50)] * 3)]
-    assert len(set(chosen)) > 9, "ranks and steps draw for themselves"
-
-
-@settings(max_examples=60)
-@given(
-    x=arrays(F8, st.integers(1, 9), elements=st.floats(allow_nan=True, allow_infinity=True)),
-    step=st.integers(0, 99),
-)
-def test_adaptive_random_picks_an_element_that_matters(x, step):
-    (i,) = adaptive_random().select(x, 1, Context(step=step))
-    finite = np.isfinite(x).all()
-    assert x[i] != 0 if finite and x.any() else i == 0 if finite else not np.isfinite(x[i])
-
-
-def test_bernoulli_draws_with_its_probabilities():
-    found = arrived(allgather(bernoulli((1, 0.2, 0.6))), np.array([2.0, -3, 1]), 2000)
-    hits = np.count_nonzero(found, axis=0) / 2000
-    np.testing.assert_allclose(hits, [1, 0.2, 0.6], atol=5 * 0.5 / np.sqrt(2000))
-    assert found.min() == -3
-    assert found.max() == 2
-
-
-def test_codes_of_a_random_choice_draw_other_numbers_than_the_choice():
-    """Or rounding would go up just where the choice did."""
-    x = np.array([3.0, 3.0])
-    found = arrived(allgather(bernoulli(0.5), natural()), x, 2000)
-    chosen = found[found > 0]
-    assert chosen.mean() == pytest.approx(3, abs=5 / np.sqrt(chosen.size))
 
 
 # -- rounding ----------------------------------------------------------------------------------
@@ -294,14 +240,6 @@ def test_rounding_travels_as_configuration(codec):
         (lambda: rounding(levels=(0, 1)), "positive"),
         (lambda: rounding(levels=(1, math.inf)), "range"),
         (lambda: rounding(biased=2), "biased"),
-        (lambda: bernoulli(0), "probability"),
-        (lambda: bernoulli((0.1, 2)), "probability"),
-        (lambda: bernoulli(()), "probability"),
-        (lambda: bernoulli((0.1, 0.2)).classes(3), "2 entries for a tensor of 3"),
-        (
-            lambda: World(chain(via=allgather(bernoulli((0.1, 0.2)))), 1).exchange([np.ones(3)]),
-            "2 ent",
-        ),
     ],
 )
 def test_bad_options(make, word):
@@ -475,9 +413,7 @@ def test_rates_by_the_other_classes(via):
 @pytest.mark.parametrize(
     "via",
     [
-        allgather(adaptive_random()),
         allgather(natural()),
-        allgather(bernoulli(0.5)),
         allgather(top_k(0.4), natural_dithering(4, None)),
     ],
     ids=repr,
@@ -558,8 +494,6 @@ LEAVING_OUT = [
     allgather(top_k(0.1), natural()),
     allgather(rounding(3.0, biased=True)),
     allgather(contraction(uniform_dithering(1, None))),
-    allgather(adaptive_random()),
-    allgather(bernoulli(0.2)),
     allreduce(select=random_k(0.1)),
     alltoall(scaled_sign()),
     power_sgd(rank=1),
