@@ -35,9 +35,12 @@ show_log()
 _horovod = load_horovod("horovod.tensorflow", "TensorFlow", _register)
 if not isinstance(_horovod, ImportError):
     from . import keras  # registers with Horovod, too
-    from .registration import bind, wrap_optimizer
+    from .distribute import wrap_optimizer
+    from .engine import runtime
+    from .registration import bind
 
-    DistributedOptimizer = wrap_optimizer(_horovod.DistributedOptimizer, keras.horovods_optimizer)
+    horovods = _horovod.DistributedOptimizer
+    DistributedOptimizer = wrap_optimizer(runtime, horovods, keras.horovods_optimizer)
     __all__ += ["DistributedOptimizer", "bind"]
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvd_compress.agreement import listed
 from hvd_compress.base import Compressor, Context
-from hvd_compress.config import is_number, is_whole
+from hvd_compress.config import is_number
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
@@ -26,11 +26,10 @@ from hvd_compress.schedules import schedules_of, with_values
 from hvd_compress.stats import Record, Stats, norm_of_residual
 
 from . import backend
-from .rows import merged, on_values
 from .runtime import Common, Number, Runtime, check_context, check_device
 from .saved_state import BindingState
-from .slots import TensorSlot, names_of_groups
-from .store import COUNTED, BranchStore, Exchanged, VariableStore, exchange, scaled
+from .slots import TensorSlot, merged, names_of_groups, on_values
+from .store import COUNTED, Exchanged, VariableStore, exchange, scaled
 
 logger = logging.getLogger("hvd_compress")
 
@@ -46,11 +45,10 @@ class Binding(BindingState):
     ``tf.train.Checkpoint(model=model, compression=binding)`` saves and restores it.
 
     Args:
-        runtime: carries the exchanges.
-        compression: a method, its class, its name, or a text such as "dgc:density=0.01".
+        runtime, compression: what carries the exchanges, and the method.
         slots: the variables.
         options: Horovod's, those of a call without them; ``groups`` are lists of indices into
-            ``slots`` that are sent together, or the number of lists.
+            ``slots``, or the number of lists.
         momentum, nesterov: of the optimizer, which must not apply them again.
         alone: a world of one, for gradients that stay on their rank.
 
@@ -85,8 +83,8 @@ class Binding(BindingState):
             raise ConfigError(f"momentum must be a number from 0; got {momentum!r}")
         check_device("device_dense", options.device_dense)
         check_device("device_sparse", options.device_sparse)
-        self._runtime = runtime
-        self.options, self._set, self._alone = options, options.process_set, alone
+        self._runtime, self._alone = runtime, alone
+        self.options, self._set = options, options.process_set
         sums = options.op == runtime.hvd.Sum
         self.store = VariableStore(method, slots, options.seed, sums, momentum, nesterov)
         self._schedules = schedules_of(method)
@@ -165,7 +163,9 @@ class Binding(BindingState):
     def reduce(
         self,
         gradients: Sequence[Gradient],
-        indices: Sequence[int] | None = None,
+        places: Sequence[int | None] | None = None,
+        *,
+        scale_local: bool = False,
         scale: tf.Tensor | None = None,
         common: Sequence[Common] = (),
     ) -> list[Gradient]:
@@ -173,39 +173,27 @@ class Binding(BindingState):
 
         Args:
             gradients: ``None`` stays ``None``, on all ranks alike.
-            indices: of the slots that they belong to; all of them, in order, if ``None``.
+            places: those of their slots; ``None`` for a gradient that stays on this rank, divided
+                by the number of ranks if ``scale_local``.  By default all slots, in order.
             scale: the loss scale that is in the gradients and shall be in the results.
             common: what the ranks must have in common besides.
         """
         check_context()
-        slots = self.store.slots
-        if indices is None:
-            indices = range(len(slots))
-        for option, value in (("indices", indices), ("gradients", gradients)):
-            if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-                raise ConfigError(f"{option} must be a list; got {type(value).__name__}")
-        places = tuple(indices)
-        if not all(is_whole(i) and 0 <= i < len(slots) for i in places):
-            raise ConfigError(f"indices must be those of {len(slots)} variables; got {places}")
-        if len(places) != len(gradients):
-            raise ConfigError(f"{len(gradients)} gradients for {len(places)} variables")
-        for i, gradient in zip(places, gradients, strict=True):
-            self._check(slots[i], gradient)
+        slots, size, results = self.store.slots, self.engine.size, list(gradients)
+        shared: dict[int, int] = {}
+        pairs = zip(range(len(slots)) if places is None else places, gradients, strict=True)
+        for j, (place, gradient) in enumerate(pairs):
+            if place is not None:
+                shared[j] = place
+                _check(slots[place], gradient)
+            elif scale_local and gradient is not None:
+                results[j] = on_values(lambda x: x / size, gradient)
         reduce = self._traced if tf.executing_eagerly() else self._reduce
-        return reduce(list(gradients), places, scale, tuple(common))
-
-    def _check(self, slot: TensorSlot, gradient: Gradient) -> None:
-        if gradient is not None and not hasattr(gradient, "shape"):
-            raise ConfigError(
-                f"the gradient of {slot.name} must be a tensor, tf.IndexedSlices or None; got "
-                f"{type(gradient).__name__}"
-            )
-        if gradient is not None and not slot.shape.is_compatible_with(gradient.shape):
-            raise ConfigError(
-                f"the gradient of {slot.name} has shape {gradient.shape}, the variable {slot.shape}"
-            )
-        if isinstance(gradient, tf.Tensor):
-            backend.check_gradient(gradient)
+        given = [results[j] for j in shared]
+        averages = reduce(given, tuple(shared.values()), scale, tuple(common))
+        for j, average in zip(shared, averages, strict=True):
+            results[j] = average
+        return results
 
     def _reduce(
         self,
@@ -252,7 +240,7 @@ class Binding(BindingState):
             "method": repr(self.method),
             "op": "Sum" if self.store.sums else "Average",
             "gradient_predivide_factor": str(self.options.gradient_predivide_factor),
-            "momentum, nesterov": f"{self.store.momentum}, {self.store.nesterov}",
+            "momentum, nesterov": "{}, {}".format(*self.store.taken),
             "seed": str(self.store.seed),
             "variables": listed((slot.name, slot.shape) for slot in self.store.slots),
             "with gradients": [self.store.slots[i].name for i in gradients],
@@ -307,22 +295,22 @@ class Binding(BindingState):
     ) -> bool:
         """Return whether the methods do the same to these gradients: a density means nothing to
         rows, and to tensors that are sent whole."""
-        engine = self.engine
+        store, engine = self.store, self.engine
         context = Context(
             rank=engine.rank,
             size=engine.size,
             step=step,
-            seed=self.store.seed,
-            momentum=self.store.momentum,
-            nesterov=self.store.nesterov,
-            sums=self.store.sums,
+            seed=store.seed,
+            momentum=store.taken[0],
+            nesterov=store.taken[1],
+            sums=store.sums,
         )
 
-        def what(method: Compressor, slot: TensorSlot, gradient: Any) -> Any:
-            own = method.for_tensor(slot.name, tuple(slot.shape))
+        def what(method: Compressor, i: int, gradient: Any) -> Any:
+            own = store.branch(method, None).method_for(store.slots[i])
             return own.rows_at(context) if _is_rows(gradient) else own.chain(gradient, context)
 
-        done = [[what(m, self.store.slots[i], g) for i, g in gradients.items()] for m in methods]
+        done = [[what(m, i, g) for i, g in gradients.items()] for m in methods]
         return all(each == done[0] for each in done)
 
     def _exchange(
@@ -334,7 +322,7 @@ class Binding(BindingState):
         method: Compressor,
         phase: str = "",
     ) -> Exchanged:
-        check_momentum(method, self.store.momentum)
+        check_momentum(method, self.store.taken[0])
         results: dict[int, Any] = {}
         counts = tf.zeros_like(self.store.counts)
         for rows in (False, True):
@@ -345,7 +333,7 @@ class Binding(BindingState):
             with tf.device(device):
                 if device:  # what is not touched before would stay where it was
                     own = tf.nest.map_structure(tf.identity, own, expand_composites=True)
-                store = BranchStore(self.store, method, norm)
+                store = self.store.branch(method, norm)
                 reducer = Reducer(
                     method,
                     engine,
@@ -361,6 +349,23 @@ class Binding(BindingState):
             results |= part
             counts += counted
         return results, counts
+
+
+def _check(slot: TensorSlot, gradient: Any) -> None:
+    """Raise unless a gradient, if there is one, can be exchanged and belongs to its variable."""
+    if gradient is None:
+        return
+    if not hasattr(gradient, "shape"):
+        raise ConfigError(
+            f"the gradient of {slot.name} must be a tensor, tf.IndexedSlices or None; got "
+            f"{type(gradient).__name__}"
+        )
+    if not slot.shape.is_compatible_with(gradient.shape):
+        raise ConfigError(
+            f"the gradient of {slot.name} has shape {gradient.shape}, the variable {slot.shape}"
+        )
+    if isinstance(gradient, tf.Tensor):
+        backend.check_gradient(gradient)
 
 
 def _is_rows(gradient: Any) -> bool:

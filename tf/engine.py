@@ -1,13 +1,11 @@
-"""Horovod under TensorFlow: exchanges are traced into a graph.
-
-Requests become nodes named after the bucket, and replies are symbols.  Nothing waits while a
-graph is traced; when it runs, a collective starts as soon as its input is there.
-"""
+"""Horovod under TensorFlow: when a graph runs, a collective starts as soon as its input is
+there."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -15,26 +13,24 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import allreduce, mpi_ops  # Horovod's own, not yet wrapped
 
-from hvd_compress.agreement import Terms, digest, encode
-from hvd_compress.base import Array
+from hvd_compress.agreement import digest, encode
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.engines.named import Op, ProcessSetEngine
+from hvd_compress.engines.named import Op
 from hvd_compress.errors import PayloadError
+from hvd_compress.integrations.horovod import bind_call
 
-from .runtime import Common, Runtime
+from .runtime import Common, GraphEngine, Runtime
 
 _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
 
 
-class HorovodEngine(ProcessSetEngine):
-    """Collectives become nodes of the graph.
+class HorovodEngine(GraphEngine):
+    """Collectives become nodes of the graph, named after the bucket.
 
     Args:
         prefix: of their names.  Several engines may have the same one if it ends in ".*", for which
             a number is put in.
-        process_set, predivide: as for :class:`ProcessSetEngine`.
-        agreed: a scalar that is true as soon as collectives may start; ``None``: at once.
     """
 
     keeps_replies = True
@@ -42,22 +38,13 @@ class HorovodEngine(ProcessSetEngine):
     def __init__(
         self, process_set: Any, predivide: float, prefix: str, agreed: tf.Tensor | None = None
     ) -> None:
-        super().__init__(process_set, predivide)
+        super().__init__(process_set, predivide, agreed)
         self._prefix = prefix
-        self._agreed = agreed
 
     @property
     def prefix(self) -> str:  # type: ignore[override]
         beginning = self._prefix.removesuffix(".*")
         return beginning if beginning == self._prefix else self._numbered(beginning)
-
-    def agree(self, terms: Terms, like: Array, at_once: bool = False) -> None:
-        """Compare the ranks at once; in a graph do nothing, since it has compared everything."""
-        if self._agreed is None and not tf.inside_function():
-            super().agree(terms, like)
-
-    def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
-        """Do nothing, since a graph cannot wait while it is traced."""
 
     def _launch(self, op: Op) -> Any:
         tensor = _opaque(op.tensor, self._agreed)
@@ -71,9 +58,6 @@ class HorovodEngine(ProcessSetEngine):
         if op.kind == "broadcast":
             return mpi_ops.broadcast(tensor, self._global_rank(op.root), **common)
         return mpi_ops.allgather(tensor, **common)
-
-    def _wait(self, handle: Any) -> Any:
-        return handle
 
     def _with_replies(self, result: Any, replies: list[Any]) -> Any:
         """Return ``result`` such that the graph reads all replies.  A graph leaves out collectives
@@ -90,21 +74,6 @@ class HorovodEngine(ProcessSetEngine):
             all_there = tf.raw_ops.Assert(condition=True, data=read)
         with tf.control_dependencies([all_there]):
             return _identity(result)
-
-    def _split(self, own: tf.Tensor, everything: tf.Tensor) -> list[tf.Tensor]:
-        each = own.shape[0]
-        check = tf.debugging.assert_equal(
-            tf.size(everything),
-            each * self.size,
-            message="PayloadError: the ranks' payloads differ in size: do all run the same "
-            "version with the same compression options?",
-        )
-        with tf.control_dependencies([] if check is None else [check]):
-            rows = tf.reshape(everything, [self.size, each])
-        return tf.unstack(rows)
-
-    def _splits(self, sizes: Sequence[int]) -> tf.Tensor:
-        return tf.stack([tf.cast(size, tf.int32) for size in sizes])
 
     def _sum_bfloat16(self, array: tf.Tensor, name: str) -> Generator[Op, Any, tf.Tensor]:
         """Sum a bfloat16 array.  Horovod cannot add these, but it can carry their bits: every rank
@@ -186,29 +155,26 @@ class EagerEngine(HorovodEngine):
         return bits.numpy()
 
 
-def engine_of(process_set: Any, prefix: str, kind: type[HorovodEngine] = EagerEngine) -> Engine:
-    """Return an engine for use outside of graphs.
-
-    Args:
-        process_set: of Horovod; ``None`` for all ranks.
-        prefix: of the names of its collectives, the same on all ranks.
-        kind: ``EagerEngine`` for NumPy arrays, ``HorovodEngine`` for eager tensors.
-    """
-    chosen = hvd.global_process_set if process_set is None else process_set
-    if not chosen.included() or chosen.size() == 1:
-        return LocalEngine()
-    return kind(chosen, 1.0, prefix)
-
-
 class HorovodRuntime:
-    """See :class:`.runtime.Runtime`."""
-
     hvd = hvd
+    has_plain = True
+
+    def arguments(
+        self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        return bind_call(signature, args, kwargs, hvd, gather_bytes).arguments
 
     def engine(
         self, process_set: Any, predivide: float, prefix: str, agreed: tf.Tensor | None
     ) -> Engine:
         return HorovodEngine(process_set, predivide, prefix, agreed)
+
+    def eager_engine(self, process_set: Any, prefix: str, arrays: type) -> Engine:
+        chosen = hvd.global_process_set if process_set is None else process_set
+        if not chosen.included() or chosen.size() == 1:
+            return LocalEngine()
+        kind = EagerEngine if arrays is np.ndarray else HorovodEngine
+        return kind(chosen, 1.0, f"{prefix}.*")
 
     def agreement(self, common: Common, name: str, process_set: Any) -> tf.Tensor:
         values = [number.value for number in common.numbers.values()]

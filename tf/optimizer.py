@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -23,19 +22,16 @@ from hvd_compress.errors import ConfigError, NeedsTuning, UnsupportedError
 from hvd_compress.integrations.optimizers import (
     another_kind,
     check_one_momentum,
-    check_partner,
     moved,
     too_coarse,
     velocity_of_one,
 )
 from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.meetings import allreduce
-from hvd_compress.methods import FP16, NoCompression
-from hvd_compress.methods.texts import as_fixed
 from hvd_compress.transforms import momentum_after_averaging
 
 from .binding import Binding
-from .runtime import Runtime, check_context, numbers_of, sample_of
+from .runtime import Runtime, numbers_of, sample_of
 from .saved_state import state_on_disk
 from .slots import native, places_of_groups, slots_of
 
@@ -48,148 +44,24 @@ _COPY = (
 _MARKS = {"loss_scale_factor": None, "_is_wrapped_by_loss_scale_optimizer": True}
 
 
-def is_keras_3(optimizer: Any) -> bool:
-    """Return whether an optimizer is one of the package ``keras``, version 3 or later."""
-    keras = sys.modules.get("keras")
-    return keras is not None and isinstance(optimizer, keras.optimizers.Optimizer)
-
-
-def is_tf_keras(optimizer: Any) -> bool:
-    """Return whether an optimizer is one of the package ``tf_keras``, Keras 2, and not of its
-    ``optimizers.legacy``."""
-    tf_keras = sys.modules.get("tf_keras")
-    return tf_keras is not None and isinstance(optimizer, tf_keras.optimizers.Optimizer)
-
-
-def is_legacy(optimizer: Any) -> bool:
-    """Return whether an optimizer is one of ``tf_keras.optimizers.legacy``."""
-    tf_keras = sys.modules.get("tf_keras")
-    return tf_keras is not None and isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer)
-
-
 def inner_of(optimizer: Any) -> Any:
     """Return the optimizer that steps, inside of loss scaling."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def as_ours(compression: Any) -> Compressor:
-    """Return this package's method for a value of ``compression=``, Horovod's own included."""
-    if compression is None:
-        return NoCompression()
-    horovods = {"NoneCompressor": NoCompression(), "FP16Compressor": FP16()}
-    name = getattr(compression, "__name__", type(compression).__name__)
-    return horovods[name] if name in horovods else as_fixed(compression)
-
-
-def distribute(
-    runtime: Runtime,
-    optimizer: Any,
-    name: str | None = None,
-    *,
-    compression: Any = None,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
-    scale_local_gradients: bool = True,
-    local_layers: Any = None,
-    **shared: Any,
-) -> Any:
-    """Return a new optimizer like ``optimizer`` that averages gradients over the ranks.
-
-    Args: as Horovod's; ``runtime`` carries the exchanges; ``compression`` also takes this package's
-        methods; ``shared`` are those of :class:`HorovodOptions`.
-    """
-    method = as_ours(compression)
-    options = HorovodOptions.checked(runtime.hvd, method, groups=groups or num_groups, **shared)
-    if isinstance(optimizer, CompressedOptimizer):
-        raise ConfigError(
-            "this optimizer is distributed already; pass the one that it was made from"
-        )
-    if steps := getattr(inner_of(optimizer), "gradient_accumulation_steps", None):
-        raise ConfigError(
-            "gradient_accumulation_steps adds up what was exchanged already, and momentum would "
-            f"act at every part of a step: pass backward_passes_per_step={steps} and "
-            "average_aggregated_gradients=True to hvd.DistributedOptimizer instead"
-        )
-    if method.weight_decay == "gradient":
-        raise ConfigError(
-            "weight_decay='gradient' has no meaning with Keras, whose optimizers keep decay out of "
-            "the gradient: leave it out"
-        )
-    if is_keras_3(optimizer):
-        mixin: type[CompressedOptimizer] = Keras3Optimizer
-        optimizer = _with_loss_scale(optimizer)
-    elif is_tf_keras(optimizer):
-        mixin = TfKerasOptimizer
-    elif is_legacy(optimizer):
-        raise UnsupportedError(
-            "optimizers of tf_keras.optimizers.legacy are not supported: use "
-            f"tf_keras.optimizers.{type(optimizer).__name__}"
-        )
-    elif isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        raise UnsupportedError(
-            "optimizers of tf.compat.v1 are not supported with this package's methods: use "
-            "keras.optimizers; or, eagerly or in a tf.function, hvd.DistributedGradientTape; or "
-            "pass Horovod's own compression, such as hvd.Compression.fp16"
-        )
-    else:
-        raise UnsupportedError(
-            f"{type(optimizer).__module__}.{type(optimizer).__name__} is no Keras optimizer; for "
-            "others use hvd.DistributedGradientTape"
-        )
-    check_context()
-    new = made_like(optimizer, mixin)
-    if name is not None:
-        new.name = name
-    inner = inner_of(new)
-    check_partner(method, inner, None)
-    if method.partner == "ZeroOneAdam" and inner is not new:
-        raise ConfigError(
-            "local steps and loss scaling do not go together, since a rank alone cannot skip a "
-            "step: use bfloat16 or float32, or hvd.OneBitAdam"
-        )
-    new.distribution = Distribution(
-        runtime,
-        method,
-        options,
-        inner,
-        average_passes=average_aggregated_gradients,
-        scale_local=scale_local_gradients,
-    )
-    new.may_be_wrapped = False
-    for variable in weights_of(local_layers):
-        new.register_local_var(variable)
-    old = inner_of(optimizer)
-    if getattr(old, "built", getattr(old, "_built", False)):
-        new.take_over(optimizer)
-    return new
-
-
-def weights_of(layers: Any) -> list[Any]:
-    """Return the trainable weights of a layer, or of several."""
-    layers = [] if layers is None else layers if isinstance(layers, list | tuple) else [layers]
-    for layer in layers:
-        if not hasattr(layer, "trainable_weights"):
-            raise ConfigError(f"local_layers must be layers of Keras; got {type(layer).__name__}")
-    return [variable for layer in layers for variable in layer.trainable_weights]
-
-
-def _with_loss_scale(optimizer: Any) -> Any:
-    """Return the optimizer, with loss scaling under float16.  Keras would wrap it later, and then
-    look for NaN and Inf before gradients are averaged: some ranks would step, and others wait for
-    them."""
+def variables_of(optimizer: Any, gradients: Any, given: Any, is_built: bool | None = None) -> Any:
+    """Return the variables of a call of ``apply``, for which an optimizer of Keras 3 is built if it
+    is not.  ``is_built`` is for optimizers that say so by something else than ``built``."""
     import keras
 
-    if keras.backend.backend() != "tensorflow":
-        raise UnsupportedError(
-            f"Keras runs on {keras.backend.backend()} here, and its gradients never pass through "
-            "TensorFlow: set KERAS_BACKEND=tensorflow; or, with torch, write the training loop "
-            "yourself and use hvd_compress.torch"
-        )
-    half = keras.config.dtype_policy().name == "mixed_float16"
-    if half and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return keras.optimizers.LossScaleOptimizer(optimizer)
-    return optimizer
+    is_built = optimizer.built if is_built is None else is_built
+    if given is None and not is_built:
+        keras.optimizers.Optimizer.apply(optimizer, gradients)  # raises
+    variables = list(optimizer._trainable_variables if given is None else given)
+    if not is_built:
+        with keras.name_scope(optimizer.name):
+            optimizer.build(variables)
+    return variables
 
 
 class Distribution:
@@ -199,7 +71,6 @@ class Distribution:
     It does not hold the optimizer, which would outlive its last use.
 
     Attributes:
-        runtime, method, options: see :func:`distribute`.
         average_passes: gradients of several backward passes are averaged instead of added up.
         scale_local: gradients of local variables are divided by the number of ranks.
         takes_momentum: the momentum of the optimizer acts inside the exchange.
@@ -233,18 +104,16 @@ class Distribution:
         self.is_built = False
         self.places: dict[int, int] = {}
         self.local_places: dict[int, int] = {}
-        warning = too_coarse(method, inner)
-        if warning and runtime.hvd.rank() == 0:
+        if self.takes_momentum:
+            check_one_momentum(method, inner.momentum)
+        if runtime.hvd.rank() > 0:
+            return
+        is_open, wrapped = method.takes_momentum and method.momentum is None, type(inner).__name__
+        if warning := too_coarse(method, inner):
             warnings.warn(warning, NeedsTuning, stacklevel=4)
-        if not method.takes_momentum:
-            return
-        own, wrapped, is_chief = method.momentum, type(inner).__name__, runtime.hvd.rank() == 0
-        if not is_sgd:
-            if own is None and is_chief:
-                warnings.warn(another_kind(method, wrapped), UserWarning, stacklevel=4)
-            return
-        check_one_momentum(method, inner.momentum)
-        if own is None and inner.momentum and is_chief:
+        if is_open and not is_sgd:
+            warnings.warn(another_kind(method, wrapped), UserWarning, stacklevel=4)
+        elif is_open and inner.momentum:
             logger.info("%s", moved(method, [inner.momentum], inner.nesterov, wrapped))
 
     def bind(self, optimizer: Any, variables: Sequence[Any]) -> None:
@@ -267,8 +136,10 @@ class Distribution:
             inner.follow(binding, self.places)
         if takes and local:  # their momentum is off with that of all others
             after = momentum_after_averaging(*binding.store.momentum_used())
+            method = chain(after, via=allreduce())
+            own = HorovodOptions.checked(self.runtime.hvd, method, sparse_as_dense=True)
             optimizer.local_compression = Binding(
-                self.runtime, chain(after, via=allreduce()), slots_of(local), alone=True
+                self.runtime, method, slots_of(local), own, alone=True
             )
         with tf.init_scope():
             if self.epoch is not None:
@@ -353,32 +224,24 @@ class Distribution:
         """Step by averages, but for local variables, and without momentum that acted inside the
         exchange already."""
         inner, binding = inner_of(optimizer), optimizer.compression
-        results = [
+        dense = [
             g if g is None or isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g)
             for g in gradients
         ]
         keys = [id(native(variable)) for variable in variables]
-        shared = [j for j, key in enumerate(keys) if key in self.places]
-        local = [j for j, key in enumerate(keys) if key in self.local_places]
+        places = [self.places.get(key) for key in keys]
         common = [numbers_of(binding.step, inner)]
         if not hasattr(inner, "synchronize_parameters"):  # else weights differ for some steps
-            common.append(sample_of(binding.step, [variables[j] for j in shared]))
+            shared = [v for v, place in zip(variables, places, strict=True) if place is not None]
+            common.append(sample_of(binding.step, shared))
         is_scaled = hasattr(optimizer, "dynamic_scale")
         scale = native(optimizer.dynamic_scale).value() if is_scaled else None
-        averages = binding.reduce(
-            [results[j] for j in shared], [self.places[keys[j]] for j in shared], scale, common
+        results = binding.reduce(
+            dense, places, scale_local=self.scale_local, scale=scale, common=common
         )
-        for j, average in zip(shared, averages, strict=True):
-            results[j] = average
-        for j in local:
-            if self.scale_local and results[j] is not None:
-                results[j] = tf.convert_to_tensor(results[j]) / binding.engine.size
         if hasattr(optimizer, "local_compression"):
-            own = optimizer.local_compression.reduce(
-                [results[j] for j in local], [self.local_places[keys[j]] for j in local], scale
-            )
-            for j, direction in zip(local, own, strict=True):
-                results[j] = direction
+            places = [self.local_places.get(key) for key in keys]
+            results = optimizer.local_compression.reduce(results, places, scale=scale)
         if not self.takes_momentum:
             step(results)
             return
@@ -464,17 +327,7 @@ class Keras3Optimizer(CompressedOptimizer):
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        is_built = self.distribution.is_built
-        if trainable_variables is None and not is_built:
-            super().apply(grads)  # type: ignore[misc]  # raises
-        variables = list(
-            self._trainable_variables if trainable_variables is None else trainable_variables
-        )
-        if not is_built:
-            import keras
-
-            with keras.name_scope(self.name):
-                self.build(variables)
+        variables = variables_of(self, grads, trainable_variables, self.distribution.is_built)
         step = super().apply  # type: ignore[misc]
         self.distribution.step(
             self, list(grads), variables, lambda averages: step(averages, variables)

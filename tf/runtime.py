@@ -6,7 +6,8 @@ common; and checks of where it is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,7 +15,9 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from hvd_compress.agreement import SAMPLED_EVERY, WEIGHTS, Terms
+from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
+from hvd_compress.engines.named import ProcessSetEngine
 from hvd_compress.errors import ConfigError, UnsupportedError
 
 from .slots import native
@@ -54,11 +57,22 @@ class Common(NamedTuple):
 
 
 class Runtime(Protocol):
-    """Ranks and how they exchange."""
+    """Ranks and how they exchange.
+
+    Attributes:
+        has_plain: there are tapes and optimizers of Horovod, for calls without a method of ours.
+    """
+
+    has_plain: bool
 
     @property
     def hvd(self) -> Any:
         """The module ``horovod.tensorflow``, or another with its functions."""
+
+    def arguments(
+        self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return all arguments of a call; if it names no compression, the environment may."""
 
     def engine(
         self, process_set: Any, predivide: float, prefix: str, agreed: tf.Tensor | None
@@ -72,17 +86,57 @@ class Runtime(Protocol):
             agreed: a scalar that is true as soon as collectives may start; ``None``: at once.
         """
 
+    def eager_engine(self, process_set: Any, prefix: str, arrays: type) -> Engine:
+        """Return an engine for use outside of graphs.
+
+        Args:
+            process_set: ``None`` for all ranks.
+            prefix: of the names of its collectives, the same on all ranks.
+            arrays: ``np.ndarray`` or ``tf.Tensor``.
+        """
+
     def agreement(self, common: Common, name: str, process_set: Any) -> tf.Tensor:
         """Return a tensor that is there only after all ranks are known to agree; see
         :mod:`hvd_compress.agreement`.
 
         If the ranks differ when the graph runs, it fails on every rank with a ``MismatchError``.
         TensorFlow shows it inside of an error of its own.
-
-        Args:
-            common: what ranks must have in common.
-            name: of the collective.
         """
+
+
+class GraphEngine(ProcessSetEngine):
+    """An engine whose collectives become nodes of a graph: replies are symbols, and nothing waits
+    while the graph is traced."""
+
+    def __init__(self, process_set: Any, predivide: float, agreed: tf.Tensor | None) -> None:
+        super().__init__(process_set, predivide)
+        self._agreed = agreed
+
+    def agree(self, terms: Terms, like: Array, at_once: bool = False) -> None:
+        """Compare the ranks at once; in a graph do nothing, since it has compared everything."""
+        if self._agreed is None and not tf.inside_function():
+            super().agree(terms, like)
+
+    def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
+        """Do nothing, since a graph cannot wait while it is traced."""
+
+    def _wait(self, handle: Any) -> Any:
+        return handle
+
+    def _split(self, own: Any, everything: Any) -> list[Any]:
+        each = own.shape[0]
+        check = tf.debugging.assert_equal(
+            tf.size(everything),
+            each * self.size,
+            message="PayloadError: the ranks' payloads differ in size: do all run the same "
+            "version with the same compression options?",
+        )
+        with tf.control_dependencies([] if check is None else [check]):
+            rows = tf.reshape(everything, [self.size, each])
+        return tf.unstack(rows)
+
+    def _splits(self, sizes: Sequence[int]) -> Any:
+        return tf.stack([tf.cast(size, tf.int32) for size in sizes])
 
 
 def sample_of(step: tf.Variable, variables: Sequence[Any]) -> Common:

@@ -17,12 +17,12 @@ import json
 import warnings
 import zipfile
 from collections.abc import Callable, Generator, Mapping
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.base import Compressor
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
 from hvd_compress.reduce.state_file import (
@@ -44,10 +44,8 @@ HEADER = "header"
 
 
 class BindingState(tf.train.experimental.PythonState):
-    """The state of a binding, and its base class.
-
-    In all forms the state has a header, and entries by flat names: the number of the slot, and the
-    key.
+    """The state of a binding, and its base class.  In all forms it has a header, and entries by
+    flat names: the number of the slot, and the key.
 
     Attributes:
         store: the variables that hold it.
@@ -75,26 +73,10 @@ class BindingState(tf.train.experimental.PythonState):
     def engine(self) -> Engine: ...
 
     # To be read only: whoever writes one means a call, such as set_epoch.
-
-    @property
-    def method(self) -> Compressor:
-        """The compressor in use."""
-        return self.store.method
-
-    @property
-    def seed(self) -> int:
-        """The seed of random numbers that the ranks share."""
-        return self.store.seed
-
-    @property
-    def step(self) -> tf.Variable:
-        """The number of exchanges so far."""
-        return self.store.step
-
-    @property
-    def epoch(self) -> tf.Variable:
-        """The epoch that was announced, -1 if none was."""
-        return self.store.epoch
+    method = property(attrgetter("store.method"), doc="The compressor in use.")
+    seed = property(attrgetter("store.seed"), doc="The seed of randomness that the ranks share.")
+    step = property(attrgetter("store.step"), doc="The number of exchanges so far.")
+    epoch = property(attrgetter("store.epoch"), doc="The epoch announced, -1 if none was.")
 
     @property
     def number(self) -> int:
@@ -283,7 +265,7 @@ class BindingState(tf.train.experimental.PythonState):
         )
 
     def kept(self) -> tuple[StateHeader, dict[str, tf.Tensor]]:
-        """Return a copy of the state of this rank, for its :meth:`restore`."""
+        """Return a copy of the state of this rank."""
         header = self.header(consolidated=self.is_consolidated)
         return header, {name: tf.identity(x) for name, x in self.store.entries().items()}
 

@@ -1,9 +1,9 @@
-"""The names, shapes and dtypes of variables, and their groups."""
+"""Variables and their gradients: names, shapes, dtypes and groups, and rows that are merged."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -48,6 +48,15 @@ def native(variable: Any) -> Any:
     return inner if isinstance(inner, tf.Variable) else variable
 
 
+def weights_of(layers: Any) -> list[Any]:
+    """Return the trainable weights of a layer, or of several."""
+    layers = [] if layers is None else layers if isinstance(layers, list | tuple) else [layers]
+    for layer in layers:
+        if not hasattr(layer, "trainable_weights"):
+            raise ConfigError(f"local_layers must be layers of Keras; got {type(layer).__name__}")
+    return [variable for layer in layers for variable in layer.trainable_weights]
+
+
 def places_of_groups(groups: Any, variables: Sequence[Any]) -> Any:
     """Return Horovod's ``groups``, lists of variables or a number of lists, with indices for
     variables."""
@@ -73,3 +82,24 @@ def names_of_groups(
         count = min(groups, len(places))
         groups = [places[part] for part in shards_of(len(places), count)] if count else []
     return [[slots[i].name for i in group if i in places] for group in groups]
+
+
+def on_values(function: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
+    """Return what ``function`` makes of a tensor, or of the values of rows."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return function(gradient)
+    return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+
+
+def merged(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Return the gradient of an embedding with every row once, in ascending order; indices as
+    int64."""
+    indices, values = add_up(gradient.indices, gradient.values)
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def add_up(indices: tf.Tensor, values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    own, places = tf.unique(tf.cast(indices, tf.int64))
+    order = tf.argsort(own)
+    total = tf.math.unsorted_segment_sum(values, places, tf.size(own))
+    return tf.gather(own, order), tf.gather(total, order)

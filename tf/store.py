@@ -3,6 +3,7 @@ out as symbols."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -11,14 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
-from hvd_compress.methods.rows import as_rows, keeps_residual, rows_state
+from hvd_compress.methods.rows import as_rows, exchange_rows, keeps_residual, rows_state
 from hvd_compress.reduce import Reducer, Store
 from hvd_compress.reduce.homes import Kind, look_of
 from hvd_compress.transforms import momentum_after_averaging
 
 from . import backend
-from .rows import exchange_rows, merged, on_values
-from .slots import TensorSlot
+from .slots import TensorSlot, add_up, merged, on_values
 
 #: what is counted in the graph: these fields of a ``Record``
 COUNTED = ("steps", "bytes_sent", "bytes_received", "dense_bytes", "elements", "elements_sent")
@@ -28,29 +28,29 @@ COUNTED = ("steps", "bytes_sent", "bytes_received", "dense_bytes", "elements", "
 Exchanged: TypeAlias = tuple[dict[int, tuple[Any, State]], tf.Tensor]
 
 
-class VariableStore:
+class VariableStore(Store):
     """All that a binding keeps from step to step: the only owner of method, seed, step and epoch.
 
     A graph is traced once and runs many times.  The method, the seed and the momentum are constants
     of a graph.  The step, the epoch and the states change from run to run, so they are
-    ``tf.Variable``s.  A reducer owns nothing here: each branch of a graph has one of its own.  It
-    gets the method with the densities of the branch and the step as a symbol, and is dropped once
-    the branch is traced.  To that reducer the :class:`BranchStore` is the store, which reads this.
-
-    Args:
-        method: the compressor.
-        slots: the variables.
-        seed: of random numbers that the ranks share.
-        sums: results are sums instead of averages.
-        momentum, nesterov: of the optimizer, which must not apply them again.
+    ``tf.Variable``s.  A reducer owns nothing here: each branch of a graph has a reducer and a
+    :meth:`branch` of this store.  Both are dropped once the branch is traced.
 
     Attributes:
+        slots: the variables.
+        sums: results are sums instead of averages.
+        momentum, nesterov: of the optimizer, which must not apply them again.
         step, epoch: of the next exchange; -1 is no epoch.
         counts: what is counted, with a row for each slot and the columns of ``COUNTED``.
         states: the entries of states, by index of the slot and key.
         consolidated_at: the step at which all ranks had the same.
         scratch: memory for the loops of all graphs.
+        new: in a branch, the states after the step.
     """
+
+    new: dict[str, State]
+    _read: dict[str, State]
+    _norm: Any
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ class VariableStore:
         nesterov: bool,
     ) -> None:
         self.method, self.slots, self.seed, self.sums = method, list(slots), seed, sums
-        self.momentum, self.nesterov = momentum, nesterov
+        self.taken = momentum, nesterov
+        self.places = {slot.name: i for i, slot in enumerate(self.slots)}
         self.scratch: dict[str, Any] = {}
         self.states: dict[str, dict[str, tf.Variable]] = {}
         # Entries that variables have in common have a place before it is known which have
@@ -71,8 +72,10 @@ class VariableStore:
         self._home_of: list[int] = []
         self.keys: list[tuple[str, ...]] = []  # of the states of dense gradients, by slot
         for i, slot in enumerate(self.slots):
-            common = self.method_for(slot).common(tf.zeros(slot.shape, slot.dtype))
+            method, zeros = self.method_for(slot), zeros_of(slot)
+            common = method.common(zeros)
             self._home_of.append(homes.setdefault(look_of(common), i) if common else i)
+            self.keys.append(tuple(method.init(zeros)))
         with tf.init_scope():
             self.step = variable(0, "step", tf.int64)
             self.epoch = variable(-1, "epoch", tf.float64)
@@ -80,13 +83,18 @@ class VariableStore:
             for i, slot in enumerate(self.slots):
                 name = re.sub(r"[^\w.-]", ".", slot.name)
                 own, common = self.initial(i)
-                self.keys.append(
-                    tuple(self.method_for(slot).init(tf.zeros(slot.shape, slot.dtype)))
-                )
                 self.states[str(i)] = {
                     key: variable(x, f"{name}.{key}") for key, x in (own | common).items()
                 }
             self.consolidated_at = variable(0, "consolidated_at", tf.int64)
+
+    def branch(self, method: Compressor, norm: Any) -> VariableStore:
+        """Return this store for one branch of a graph, where a method has the densities of now.
+        States of before the step are read once."""
+        branch = copy.copy(self)
+        branch.method, branch._norm = method, norm
+        branch._read, branch.new = {}, {}
+        return branch
 
     def method_for(self, slot: TensorSlot) -> Compressor:
         """Return the method of a slot."""
@@ -96,7 +104,7 @@ class VariableStore:
         """Return the state of a slot before the first step: its own, and what it keeps for all that
         have it in common."""
         slot = self.slots[i]
-        method, zeros = self.method_for(slot), tf.zeros(slot.shape, slot.dtype)
+        method, zeros = self.method_for(slot), zeros_of(slot)
         state, is_home = method.init(zeros), self._home_of[i] == i
         if slot.shape.rank:  # what gradients will be is not known yet
             state = rows_state(method, zeros) | state
@@ -115,7 +123,7 @@ class VariableStore:
     def per_rank(self, slot: TensorSlot) -> frozenset[str]:
         """Return the keys of a slot's state under which ranks differ."""
         method = self.method_for(slot)
-        found = method.per_rank(tf.zeros(slot.shape, slot.dtype))
+        found = method.per_rank(zeros_of(slot))
         return found | {"residual"} if keeps_residual(method) else found
 
     def differing(self) -> dict[str, tf.Variable]:
@@ -131,7 +139,7 @@ class VariableStore:
         """Return the (momentum, nesterov) that act inside the exchange."""
         if not self.method.takes_momentum:
             return 0.0, False
-        return self.method.momentum_inside(self.momentum, self.nesterov)
+        return self.method.momentum_inside(*self.taken)
 
     def known_epoch(self) -> tf.Tensor:
         """Return the epoch, which a graph checks when it runs."""
@@ -145,34 +153,17 @@ class VariableStore:
         with tf.control_dependencies([] if check is None else [check]):
             return self.epoch.value()
 
-
-class BranchStore(Store):
-    """The variables as the reducer of one branch of a graph sees them: the states before the step,
-    which are read once, and after it.
-
-    Args:
-        store: of the binding.
-        method: its method with the densities of now.
-        norm: of all gradients of this rank, or ``None`` if the method does not need it.
-
-    Attributes:
-        places: the indices of the slots by name.
-        new: the states after the step.
-    """
-
-    def __init__(self, store: VariableStore, method: Compressor, norm: Any) -> None:
-        self._store, self._method, self._norm = store, method, norm
-        self.places = {slot.name: i for i, slot in enumerate(store.slots)}
-        self._read: dict[str, State] = {}
-        self.new: dict[str, State] = {}
+    # -- what the reducer of a branch asks ------------------------------------------------------
 
     def names(self) -> Iterable[str]:
         return self.places
 
+    def variables(self, name: str) -> dict[str, tf.Variable]:
+        return self.states[str(self.places[name])]
+
     def get(self, name: str) -> State:
         if name not in self._read:
-            variables = self._variables(name)
-            self._read[name] = {key: variable.value() for key, variable in variables.items()}
+            self._read[name] = {key: x.value() for key, x in self.variables(name).items()}
         return self._read[name]
 
     def keep(self, name: str, state: State) -> None:
@@ -180,18 +171,15 @@ class BranchStore(Store):
 
     def state_for(self, name: str, gradient: Any, method: Compressor) -> State:
         state = self.get(name)
-        return {key: state[key] for key in self._store.keys[self.places[name]]}
-
-    def _variables(self, name: str) -> dict[str, tf.Variable]:
-        return self._store.states[str(self.places[name])]
+        return {key: state[key] for key in self.keys[self.places[name]]}
 
     def prepared(self, name: str, gradient: Any, context: Context) -> Any:
         if not isinstance(gradient, tf.IndexedSlices):
-            gradient.set_shape(self._store.slots[self.places[name]].shape)
+            gradient.set_shape(self.slots[self.places[name]].shape)
         return gradient
 
     def extent(self, name: str, gradient: Any) -> tuple[int, int]:
-        slot = self._store.slots[self.places[name]]
+        slot = self.slots[self.places[name]]
         elements = slot.shape.num_elements()
         return elements, elements * slot.dtype.size
 
@@ -202,53 +190,59 @@ class BranchStore(Store):
         return scaled(direction, factor) if factor != 1 else direction
 
     def momentum(self, name: str) -> tuple[float, bool]:
-        return self._store.momentum, self._store.nesterov
+        return self.taken
 
     def rows(self, name: str, gradient: Any, context: Context) -> Exchange | None:
         if not isinstance(gradient, tf.IndexedSlices):
             return None
-        slot = self._store.slots[self.places[name]]
-        method = self._method.for_tensor(name, tuple(slot.shape))
-        return self._exchange_rows(method, slot, gradient, context)
+        return self._exchange_rows(self.slots[self.places[name]], gradient, context)
 
     def _exchange_rows(
-        self,
-        method: Compressor,
-        slot: Any,
-        gradient: tf.IndexedSlices,
-        context: Context,
+        self, slot: TensorSlot, gradient: tf.IndexedSlices, context: Context
     ) -> Exchange:
         """Exchange the gradient of an embedding: rows are clipped like all gradients, sent as the
-        method's ``rows`` says, and take momentum after averaging."""
-        own = merged(gradient)
-        template = method.template(tf.zeros(slot.shape, slot.dtype))
-        values = own.values
-        for transform in template.transforms:
+        method's ``rows`` says, and take momentum after averaging.  A residual is read and written
+        where rows were touched, and nowhere else."""
+        own, width = merged(gradient), slot.shape[1:].num_elements()
+        method, variables, values = self.method_for(slot), self.variables(slot.name), own.values
+        for transform in method.template(zeros_of(slot)).transforms:
             if transform.needs_gradient_norm:
                 values, _ = transform.update(values, {}, context)
-        own = tf.IndexedSlices(values, own.indices, own.dense_shape)
-        rows, variables = as_rows(method.rows_at(context)), self._variables(slot.name)
-        residual = variables["residual"] if rows.keeps_residual else None
-        outcome = yield from exchange_rows(own, slot.shape, context, rows, residual)
-        waits = outcome.state
-        if residual is None and keeps_residual(method):  # in another branch of the graph
-            none = tf.zeros([0], variables["residual"].dtype)
-            waits = {"residual": tf.IndexedSlices(none, tf.zeros([0], tf.int64))}
-        if not self._store.momentum_used()[0] or "velocity" not in variables:
-            return outcome._replace(state=waits)
-        state = {"velocity": variables["velocity"].value()}
-        mean = backend.widen(tf.convert_to_tensor(outcome.mean))
-        transform = momentum_after_averaging(*self._store.momentum_used())
+        values = tf.reshape(values, [tf.size(own.indices), width])
+        rows, waiting, places = as_rows(method.rows_at(context)), None, tf.zeros([0], tf.int64)
+        if rows.keeps_residual:
+            places = own.indices[:, None] * width + tf.range(width, dtype=tf.int64)
+            waiting = tf.gather(variables["residual"], places)
+        found = yield from exchange_rows(
+            rows,
+            own.indices,
+            values,
+            waiting=waiting,
+            n=slot.shape[0],
+            context=context,
+            merge=add_up,
+        )
+        mean = tf.reshape(found.values, [tf.size(found.indices), *slot.shape[1:]])
+        mean, state = tf.IndexedSlices(mean, found.indices, gradient.dense_shape), {}
+        if keeps_residual(method):  # in another branch of the graph, if not in this one
+            left = tf.zeros([0], variables["residual"].dtype) if waiting is None else found.left
+            changes = tf.IndexedSlices(tf.reshape(left, [-1]), tf.reshape(places, [-1]))
+            state = {"residual": changes}
+        if not self.momentum_used()[0] or "velocity" not in variables:
+            return Outcome(mean, found.sent, state)
+        velocity = {"velocity": variables["velocity"].value()}
+        dense = backend.widen(tf.convert_to_tensor(mean))
+        transform = momentum_after_averaging(*self.momentum_used())
         direction, new = backend.choose(
-            backend.all_finite(mean),
-            lambda: transform.finish(mean, state, context),
-            lambda: (mean, state),
+            backend.all_finite(dense),
+            lambda: transform.finish(dense, velocity, context),
+            lambda: (dense, velocity),
         )
         direction = tf.cast(tf.reshape(direction, slot.shape), slot.dtype)
-        return Outcome(outcome.mean, outcome.sent, new | waits, direction)
+        return Outcome(mean, found.sent, new | state, direction)
 
 
-def exchange(reducer: Reducer, store: BranchStore, gradients: Mapping[int, Any]) -> Exchanged:
+def exchange(reducer: Reducer, store: VariableStore, gradients: Mapping[int, Any]) -> Exchanged:
     """Return directions and new states, and what is to be counted.
 
     Entries that variables share are in the state of the first of them, changed or not.  Branches of
@@ -269,7 +263,7 @@ def exchange(reducer: Reducer, store: BranchStore, gradients: Mapping[int, Any])
     return results, _counts(reducer, store)
 
 
-def _counts(reducer: Reducer, store: BranchStore) -> tf.Tensor:
+def _counts(reducer: Reducer, store: VariableStore) -> tf.Tensor:
     """All numbers in one constant, but for those that are known only when the graph runs."""
     counts = np.zeros((len(store.places), len(COUNTED)), np.int64)
     places, symbols = [], []
@@ -284,6 +278,10 @@ def _counts(reducer: Reducer, store: BranchStore) -> tf.Tensor:
     if not symbols:
         return tf.constant(counts)
     return tf.tensor_scatter_nd_update(counts, places, tf.stack(symbols))
+
+
+def zeros_of(slot: TensorSlot) -> tf.Tensor:
+    return tf.zeros(slot.shape, slot.dtype)
 
 
 def scaled(gradient: Any, factor: Any) -> Any:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations import horovod as drop_in
-from hvd_compress.integrations.environment import Gather
-from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, with_options
+from hvd_compress.integrations.horovod import hand_on, in_place_of, with_options
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import BF16, FP16, NoCompression
@@ -22,41 +23,36 @@ from hvd_compress.methods.rows import keeps_residual
 from hvd_compress.methods.texts import as_fixed
 
 from .binding import Binding
-from .rows import on_values
 from .runtime import Runtime, check_context, sample_of
-from .slots import TensorSlot, native, places_of_groups, slots_of
+from .slots import TensorSlot, native, places_of_groups, slots_of, weights_of
 
 _BINDINGS = "_hvd_compress_bindings"
-#: what a binding takes for the optimizer's, unless it is told
-_NO_MOMENTUM: dict[str, Any] = {"momentum": 0.0, "nesterov": False}
-#: the options of ``bind``: Horovod's but for the passes, which are an optimizer's, and momentum's
-_BIND = (
-    *(f.name for f in dataclasses.fields(HorovodOptions) if f.name != "backward_passes_per_step"),
-    *("momentum", "nesterov"),
-)
+#: the options of ``bind`` by name: Horovod's but for the passes, which are an optimizer's
+_OPTIONS = {f.name for f in dataclasses.fields(HorovodOptions)} - {"backward_passes_per_step"}
 
 
-def is_ours(compression: Any) -> bool:
-    """Return whether a value for ``compression=`` means one of this package's methods, or a
-    binding."""
-    return isinstance(compression, Binding) or drop_in.is_ours(compression)
-
-
-def check_compression(compression: Any) -> None:
-    """Raise ``ConfigError`` unless a value for ``compression=`` is ours, or may be Horovod's."""
-    if (
-        compression is not None
-        and not is_ours(compression)
-        and not hasattr(compression, "compress")
-    ):
+def is_ours(runtime: Runtime, compression: Any) -> bool:
+    """Return whether this package takes a value for ``compression=``, or Horovod may.  Raise
+    ``ConfigError`` if neither does."""
+    if isinstance(compression, Binding) or drop_in.is_ours(compression) or not runtime.has_plain:
+        return True
+    if compression is not None and not hasattr(compression, "compress"):
         as_fixed(compression)
+    return False
 
 
 def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
     """Return ``bind`` over a runtime; it belongs to ``module``."""
 
     @tf.autograph.experimental.do_not_convert
-    def bind(compression: Any, variables: Sequence[Any], **options: Any) -> Binding:
+    def bind(
+        compression: Any,
+        variables: Sequence[Any],
+        *,
+        momentum: float | None = None,
+        nesterov: bool = False,
+        **options: Any,
+    ) -> Binding:
         """Return the state of a method for some variables; a later call finds it again::
 
             binding = hvd.bind(hvd.DGC(momentum=0.9), model.trainable_variables)
@@ -68,12 +64,16 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
         Args:
             compression: a method, its class, its name, or a text such as "dgc:density=0.01".
             variables: of TensorFlow or Keras, floats of any shape, in the order of the gradients.
-            options: Horovod's, such as ``op`` and ``seed``; ``momentum`` and ``nesterov`` for
-                methods that take momentum over, which the optimizer must not apply again.
+            momentum, nesterov: for methods that take momentum over, which the optimizer must not
+                apply again; ``None`` for none.
+            options: Horovod's, such as ``op`` and ``seed``.
+
+        Raises:
+            ConfigError: there are no variables, or an option has a value that cannot be honoured.
         """
+        slots = slots_of(variables)
         if isinstance(compression, Binding):
-            known = [slot.name for slot in compression.store.slots]
-            asked = [slot.name for slot in slots_of(variables)]
+            known, asked = ([slot.name for slot in of] for of in (compression.store.slots, slots))
             if known != asked:
                 raise ConfigError(
                     f"this compression is bound to {len(known)} variables, {', '.join(known[:3])} "
@@ -81,19 +81,23 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
                     "..."
                 )
             return compression
-        slots = slots_of(variables)
-        variables = [native(variable) for variable in variables]
-        if unknown := sorted(options.keys() - set(_BIND)):
-            raise ConfigError(f"bind has no option {unknown[0]!r}; it has {', '.join(_BIND)}")
+        if unknown := sorted(options.keys() - _OPTIONS):
+            names = ", ".join(sorted(_OPTIONS))
+            raise ConfigError(
+                f"bind has no option {unknown[0]!r}; it has momentum, nesterov, {names}"
+            )
         if not variables:
             raise ConfigError("there are no variables whose gradients could be exchanged")
+        variables = [native(variable) for variable in variables]
         method = as_fixed(compression)
         check_partner(method, None, None)
-        is_told = "momentum" in options
-        momentum = {name: options.pop(name, default) for name, default in _NO_MOMENTUM.items()}
         options["groups"] = places_of_groups(options.get("groups"), variables)
         shared = HorovodOptions.checked(runtime.hvd, method, **options)
-        key = (runtime, method, repr((shared, sorted(momentum.items()))))
+        taken: dict[str, Any] = {
+            "momentum": 0.0 if momentum is None else momentum,
+            "nesterov": nesterov,
+        }
+        key = (runtime, method, repr((shared, taken)))
         # Held by a variable: it lives as long as the state makes sense.
         table = variables[0].__dict__.setdefault(_BINDINGS, [])
         for known_key, references, binding in table:
@@ -101,10 +105,10 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
             if known_key == key and [id(r()) for r in references] == list(map(id, variables)):
                 return binding
         table[:] = [entry for entry in table if all(r() is not None for r in entry[1])]
-        binding = Binding(runtime, method, slots, shared, **momentum)
+        binding = Binding(runtime, method, slots, shared, **taken)
         table.append((key, [weakref.ref(v) for v in variables], binding))
         is_open = method.takes_momentum and method.momentum is None
-        if is_open and not is_told and runtime.hvd.rank() == 0:
+        if is_open and momentum is None and runtime.hvd.rank() == 0:
             name = type(method).__name__
             warnings.warn(
                 f"{method.name} corrects momentum, and a tape knows nothing of the optimizer: it "
@@ -120,26 +124,16 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
     return bind
 
 
-@dataclasses.dataclass
-class _Averaging:
-    """How a tape averages gradients; ``local``: the ids of variables whose gradients stay on this
-    rank."""
-
-    bind: Callable[..., Binding]
-    compression: Any
-    options: dict[str, Any]
-    scale_local: bool
-    local: set[int] = dataclasses.field(default_factory=set)
-
-
 class CompressedTape:
-    """Mixed into the class of a tape."""
+    """Mixed into the class of a tape; its attributes are set by :func:`_distributed`."""
 
-    _averaging: _Averaging
+    _bind: Callable[[Sequence[Any]], Binding]
+    _scale_local: bool
+    _local: set[int]
 
     def register_local_source(self, source: Any) -> None:
         """Keep the gradient of this variable on this rank."""
-        self._averaging.local.add(id(native(source)))
+        self._local.add(id(native(source)))
 
     @tf.autograph.experimental.do_not_convert
     def gradient(
@@ -158,63 +152,74 @@ class CompressedTape:
         gradients = super().gradient(  # type: ignore[misc]
             target, tf.nest.map_structure(native, sources), output_gradients, unconnected_gradients
         )
-        flat, parts, how = tf.nest.flatten(sources), tf.nest.flatten(gradients), self._averaging
-        shared = [i for i, source in enumerate(flat) if id(native(source)) not in how.local]
-        variables = [flat[i] for i in shared]
-        binding = how.bind(how.compression, variables, **how.options)
-        self.compression, size = binding, binding.engine.size
-        common = [sample_of(binding.step, variables)]
-        means = binding.reduce([parts[i] for i in shared], common=common)
-        averages = dict(zip(shared, means, strict=True))
-        for i, own in enumerate(parts):
-            if i in averages:
-                parts[i] = averages[i]
-            elif how.scale_local and own is not None:
-                parts[i] = on_values(lambda x: x / size, own)
-        return tf.nest.pack_sequence_as(sources, parts)
+        flat = tf.nest.flatten(sources)
+        variables = [source for source in flat if id(native(source)) not in self._local]
+        self.compression = binding = self._bind(variables)
+        numbers = itertools.count()
+        found = binding.reduce(
+            tf.nest.flatten(gradients),
+            [None if id(native(source)) in self._local else next(numbers) for source in flat],
+            scale_local=self._scale_local,
+            common=[sample_of(binding.step, variables)],
+        )
+        return tf.nest.pack_sequence_as(sources, found)
 
 
 def wrap_tape(
-    hvd: Any, bind: Callable[..., Binding], factory: Callable[..., Any], gather: Gather
-) -> Callable[..., Any]:
-    """Return Horovod's ``DistributedGradientTape``, extended to take this package's compressors."""
-    signature = with_options(factory, seed=0)
+    runtime: Runtime, bind: Callable[..., Binding], factory: Callable[..., Any], **more: Any
+) -> Any:
+    """Return a factory with the signature of Horovod's ``DistributedGradientTape``, and options
+    ``more`` with their defaults, whose tapes take this package's compressors."""
+    signature = with_options(factory, seed=0, **more)
 
     @in_place_of(factory)
     @tf.autograph.experimental.do_not_convert
     def DistributedGradientTape(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
-        """Return a tape whose ``gradient`` averages over the ranks.
+        """Return a tape whose ``gradient`` averages over the ranks::
+
+            tape = hvd.DistributedGradientTape(tape, compression=hvd.DGC(momentum=0.9))
 
         Args:
-            compression: a method such as ``hvd.DGC(momentum=0.9)``, its class, its name, a text, or
-                what ``hvd.bind`` returned.  With Horovod's own, and with none unless
-                ``HVD_COMPRESSION`` names one, the tape is Horovod's.
+            compression: a method, its class, its name, a text, or what ``hvd.bind`` returned.  With
+                Horovod's own, and with none unless ``HVD_COMPRESSION`` names one, the tape is
+                Horovod's, if there is Horovod.
             seed: for randomness that the ranks share.
+            local_layers: layers of Keras whose gradients stay on their rank, for
+                ``PartialDistributedGradientTape``.
         """
-        call = bind_call(signature, args, kwargs, hvd, gather)
-        check_compression(call.arguments["compression"])
-        if not is_ours(call.arguments["compression"]):
-            return _with_keras_variables(hand_on(factory, call.arguments))
-        return distribute_tape(bind, call.arguments)
+        options = runtime.arguments(signature, args, kwargs)
+        if not is_ours(runtime, options["compression"]):
+            return _with_keras_variables(hand_on(factory, options))
+        return _distributed(bind, **options)
 
     DistributedGradientTape.__signature__ = signature
     return DistributedGradientTape
 
 
-def distribute_tape(bind: Callable[..., Binding], options: Mapping[str, Any]) -> Any:
-    """Return a tape like ``options["gradtape"]`` that averages gradients over the ranks; these are
-    the options of ``DistributedGradientTape``, by name."""
-    tape, compression = options["gradtape"], options["compression"]
-    if not isinstance(tape, tf.GradientTape):
-        raise ConfigError(f"gradtape must be a tf.GradientTape; got {type(tape).__name__}")
-    cls = type(type(tape).__name__, (CompressedTape, type(tape)), {})
-    new = cls(persistent=tape._persistent, watch_accessed_variables=tape._watch_accessed_variables)
-    new._tape = tape._tape
-    own: dict[str, Any] = {}
-    if not isinstance(compression, Binding):
-        own = {name: options[name] for name in _BIND if name in options}
-        own["groups"] = options["groups"] or options["num_groups"]
-    new._averaging = _Averaging(bind, compression, own, options["scale_local_gradients"])
+def _distributed(
+    bind: Callable[..., Binding],
+    gradtape: Any,
+    *,
+    compression: Any,
+    groups: Any = None,
+    num_groups: int = 0,
+    scale_local_gradients: bool = True,
+    local_layers: Any = None,
+    **options: Any,
+) -> Any:
+    """Return a tape like ``gradtape`` that averages gradients over the ranks."""
+    if not isinstance(gradtape, tf.GradientTape):
+        raise ConfigError(f"gradtape must be a tf.GradientTape; got {type(gradtape).__name__}")
+    cls = type(type(gradtape).__name__, (CompressedTape, type(gradtape)), {})
+    new = cls(
+        persistent=gradtape._persistent,
+        watch_accessed_variables=gradtape._watch_accessed_variables,
+    )
+    own = {} if isinstance(compression, Binding) else {**options, "groups": groups or num_groups}
+    new._tape = gradtape._tape
+    new._bind = functools.partial(bind, compression, **own)
+    new._scale_local = scale_local_gradients
+    new._local = {id(native(variable)) for variable in weights_of(local_layers)}
     return new
 
 
@@ -235,17 +240,15 @@ def _with_keras_variables(tape: Any) -> Any:
 
 # -- single tensors ---------------------------------------------------------------------------
 
+#: by what was asked for; those without a state apart, of which not all are kept
 _by_name: dict[Any, Binding] = {}
 _stateless: dict[Any, Binding] = {}
 
 
 def _binding_for(
-    runtime: Runtime,
-    compression: Any,
-    tensors: Sequence[Any],
-    name: str | None,
-    **options: Any,
-) -> Any:
+    runtime: Runtime, compression: Any, tensors: Sequence[Any], name: str | None, **options: Any
+) -> Binding:
+    """Return the binding of a method for these tensors, which are exchanged together."""
     check_context()
     method = as_fixed(compression)
     if not isinstance(name, str | None):
@@ -258,26 +261,21 @@ def _binding_for(
     remembers = any(method.init(x) or method.common(x) for x in zeros)
     are_rows = any(isinstance(t, tf.IndexedSlices) for t in tensors)
     remembers |= are_rows and keeps_residual(method)
-    if name is None:
-        if remembers:
-            raise ConfigError(
-                f"{method.name} remembers what it did not send, from one call to the next: name "
-                "the tensor, hvd.allreduce(tensor, name='...', compression=...), with another name "
-                "for each"
-            )
-        name = "allreduce"
-    shapes = tuple((tuple(t.shape), t.dtype.name) for t in tensors)
+    if name is None and remembers:
+        raise ConfigError(
+            f"{method.name} remembers what it did not send, from one call to the next: name the "
+            "tensor, hvd.allreduce(tensor, name='...', compression=...), with another name for each"
+        )
+    name = "allreduce" if name is None else name
+    names = [name] if len(tensors) == 1 else [f"{name}.{i}" for i in range(len(tensors))]
+    slots = [
+        TensorSlot(n, tf.TensorShape(t.shape), t.dtype) for n, t in zip(names, tensors, strict=True)
+    ]
     # Graphs are of one number of ranks.
-    chosen = options["process_set"] or runtime.hvd.global_process_set
-    key = (runtime, method, name, shapes, repr(sorted(options.items())), chosen.size())
+    size = (options["process_set"] or runtime.hvd.global_process_set).size()
+    key = (runtime, method, str(slots), repr(sorted(options.items())), size)
     table = _by_name if remembers else _stateless
     if key not in table:
-        slots = [
-            TensorSlot(
-                name if len(tensors) == 1 else f"{name}.{i}", tf.TensorShape(t.shape), t.dtype
-            )
-            for i, t in enumerate(tensors)
-        ]
         groups = [list(range(len(slots)))] if len(slots) > 1 else None
         with tf.init_scope():
             shared = HorovodOptions.checked(runtime.hvd, method, groups=groups, **options)
@@ -315,33 +313,26 @@ def wrap_allreduce(
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         options, none = call.arguments, signature.parameters["compression"].default
-        if options["compression"] is none or not is_ours(options["compression"]):
+        option = "tensors" if several else "tensor"
+        compression = none if options["compression"] is None else options["compression"]
+        if compression is none or not is_ours(runtime, compression):
             return function(*args, **kwargs)
-        given = options["tensors"] if several else [options["tensor"]]
+        given = options[option] if several else [options[option]]
         tensors = [t if isinstance(t, tf.IndexedSlices) else tf.convert_to_tensor(t) for t in given]
         for scale in ("prescale_factor", "postscale_factor"):
             if options[scale] != 1.0:
                 raise ConfigError(
-                    f"{scale}={options[scale]} cannot be combined with "
-                    f"{options['compression']!r}: scale the tensor before the call, or the result "
-                    "after it"
+                    f"{scale}={options[scale]} cannot be combined with {compression!r}: scale the "
+                    "tensor before the call, or the result after it"
                 )
         op = runtime.hvd.handle_average_backwards_compatibility(options["op"], options["average"])
-        binding = _binding_for(
-            runtime,
-            options["compression"],
-            tensors,
-            options["name"],
-            op=op,
-            process_set=options["process_set"],
-        )
+        of_all = {"op": op, "process_set": options["process_set"]}
+        binding = _binding_for(runtime, compression, tensors, options["name"], **of_all)
         results = binding.reduce(tensors)
         if not any(isinstance(t, tf.IndexedSlices) for t in tensors):
 
             def again(gradients: list[Any]) -> list[Any]:
-                call.arguments["tensors" if several else "tensor"] = (
-                    gradients if several else gradients[0]
-                )
+                options[option] = gradients if several else gradients[0]
                 found = allreduce(*call.args, **call.kwargs)
                 return found if several else [found]
 

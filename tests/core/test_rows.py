@@ -30,7 +30,8 @@ from hvd_compress.codecs.frame import decode_coded, encode_sent
 from hvd_compress.engines import lockstep
 from hvd_compress.engines.joining import alone
 from hvd_compress.methods.rows import Rows, as_rows, exchange_rows, keeps_residual, rows_state
-from hvd_compress.tensorflow import rows as tf_rows
+from hvd_compress.tensorflow.slots import TensorSlot
+from hvd_compress.tensorflow.store import VariableStore
 from hvd_compress.torch.state import store as torch_store
 
 FEEDBACK = ("int8", "float8", "top:0.3", "top:0.3:int8", "top:0.3:float16")
@@ -50,7 +51,8 @@ class World:
     """Ranks with a residual each, in one of the frameworks; all arrays go in and out as NumPy's."""
 
     def __init__(self, text, ranks, framework="numpy", words=WORDS, width=WIDTH, dtype="float32"):
-        self.rows, self.framework, self.shape = as_rows(text), framework, (words, width)
+        self.text, self.rows = text, as_rows(text)
+        self.framework, self.shape = framework, (words, width)
         wide = "float64" if dtype == "float64" else "float32"
         self.residuals = [np.zeros((words, width), wide) for _ in range(ranks)]
         self.dtype, self.bytes, self.sent = dtype, [0] * ranks, [0] * ranks
@@ -84,9 +86,11 @@ class World:
             return torch_store.exchange_rows(gradient, context, self.rows, own)
         if self.framework == "tensorflow":
             gradient = tf.IndexedSlices(tf.constant(values), tf.constant(indices), self.shape)
-            own = None if residual is None else tf.Variable(residual)
-            shape = tf.TensorShape(self.shape)
-            return tf_rows.exchange_rows(gradient, shape, context, self.rows, own)
+            slot = TensorSlot("e", tf.TensorShape(self.shape), gradient.dtype)
+            store = VariableStore(NoCompression(rows=self.text), [slot], 0, False, 0.0, False)
+            if residual is not None:
+                store.states["0"]["residual"].assign(residual)
+            return store.branch(store.method, None).rows("e", gradient, context)
         indices, values = merged(indices, values)
         self.touched = {**getattr(self, "touched", {}), rank: indices}
         waiting = self.residuals[rank][indices] if self.rows.keeps_residual else None

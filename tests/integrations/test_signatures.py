@@ -189,7 +189,7 @@ def test_every_option_of_the_factories_arrives():
     import hvd_compress.tensorflow as hvd
     import hvd_compress.tensorflow.keras as hvd_keras
     from hvd_compress.integrations.options import HorovodOptions
-    from hvd_compress.tensorflow.optimizer import distribute
+    from hvd_compress.tensorflow.distribute import distribute
 
     known = {field.name for field in dataclasses.fields(HorovodOptions)}
     known |= set(inspect.signature(distribute).parameters)

@@ -246,6 +246,21 @@ def parts_of_a_model_stay_local() -> None:
         hvd_keras.PartialDistributedOptimizer(sgd(), local_layers=["dense"])
 
 
+def rows_that_stay_local_have_momentum() -> None:
+    """An embedding on its own rank goes the way of plain SGD, as what is averaged does."""
+    table, shared = keras.Variable(np.zeros([4, 2], "float32")), keras.Variable(np.zeros(3, "f4"))
+    optimizer = hvd_keras.DistributedOptimizer(
+        sgd(1.0), compression=DENSE, scale_local_gradients=False
+    )
+    optimizer.register_local_var(table)
+    rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([4, 2]))
+    for _ in range(3):
+        optimizer.apply([rows, tf.ones(3)], [table, shared])
+    after = -(1 + 1.9 + 2.71)
+    np.testing.assert_allclose(table, [[0, 0], [after] * 2, [0, 0], [0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(shared, [after] * 3, rtol=1e-6)
+
+
 def single_tensors() -> None:
     x = tf.constant([[1.0, -2.0, 3.0], [4.0, 5.0, -6.0]]) * float(hvd.rank() + 1)
     mean = np.array([[1, -2, 3], [4, 5, -6]]) * (hvd.size() + 1) / 2

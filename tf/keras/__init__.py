@@ -56,26 +56,28 @@ def _register(module: Any) -> None:
 _horovod: Any = drop_in.load_horovod("horovod.tensorflow.keras", "TensorFlow", _register)
 _older: Any = drop_in.load_horovod("horovod.keras", "TensorFlow", _register)
 if not isinstance(_horovod, ImportError):
+    from ..distribute import wrap_optimizer
     from ..engine import runtime
-    from ..registration import wrap_optimizer
     from . import elastic
 
     load_model = loader(runtime, __name__)
     if KERAS_3:
         _horovod.load_model = _older.load_model = load_model
     horovods_optimizer: Any = _horovod.DistributedOptimizer
-    DistributedOptimizer = wrap_optimizer(horovods_optimizer, horovods_optimizer)
-    PartialDistributedOptimizer = wrap_optimizer(
-        _older.PartialDistributedOptimizer, _older.PartialDistributedOptimizer
-    )
+    horovods_partial: Any = _older.PartialDistributedOptimizer
+    DistributedOptimizer = wrap_optimizer(runtime, horovods_optimizer, horovods_optimizer)
+    PartialDistributedOptimizer = wrap_optimizer(runtime, horovods_partial, horovods_partial)
     __all__ += ["PartialDistributedOptimizer", "elastic", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
     """Return the optimizers, and other names of ``horovod.tensorflow.keras`` and
     ``horovod.keras``."""
-    if module := OPTIMIZERS.get(name) or ("training" if name in SYSTEMS else None):
-        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    if name in OPTIMIZERS:
+        return getattr(importlib.import_module(f"{__name__}.{OPTIMIZERS[name]}"), name)
+    if name in SYSTEMS and not isinstance(_horovod, ImportError):
+        local_training = importlib.import_module(f"{__name__}.local_training")
+        return local_training.systems_over(runtime, __name__)[name]
     only_older = hasattr(_older, name) and not hasattr(_horovod, name)
     return drop_in.rest_of(_older if only_older else _horovod, name, __name__, "TensorFlow")
 

@@ -13,7 +13,8 @@ from tensorflow import keras
 from hvd_compress.config import check_between, check_choice, check_whole, is_number
 from hvd_compress.errors import ConfigError
 
-from ..optimizer import CompressedOptimizer, inner_of, is_tf_keras
+from ..distribute import is_tf_keras
+from ..optimizer import CompressedOptimizer, inner_of
 from ..runtime import check_device
 from ..slots import native
 

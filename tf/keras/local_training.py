@@ -8,6 +8,7 @@ if it has changed something.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,8 +24,9 @@ from hvd_compress.systems.base import Arrays, as_training_method
 from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp
 from hvd_compress.systems.teachers.codistiller import codistillation_over
 
-from ..optimizer import CompressedOptimizer, NotInLossScaling, is_keras_3, made_like
-from ..runtime import check_context
+from ..distribute import check_backend, check_not_distributed, is_keras_3
+from ..optimizer import NotInLossScaling, made_like, variables_of
+from ..runtime import Runtime, check_context
 from ..slots import native
 from .codistillation import KerasCodistiller
 
@@ -76,16 +78,9 @@ class LocalStepsOptimizer(NotInLossScaling):
         super().apply(grads, variables)  # type: ignore[misc]
         self._replace(Coordinator.after_step, variables)
 
-    def _built_for(self, grads: Any, variables: Any) -> list[Any]:
-        """Return the variables, for which the optimizer is built if it is not."""
-        if variables is None:
-            if not self.built:  # type: ignore[attr-defined]
-                super().apply(grads)  # type: ignore[misc]  # raises
-            return list(self._trainable_variables)  # type: ignore[attr-defined]
-        variables = list(variables)
-        if not self.built:  # type: ignore[attr-defined]
-            with keras.name_scope(self.name):  # type: ignore[attr-defined]
-                self.build(variables)  # type: ignore[attr-defined]
+    def _built_for(self, grads: Any, given: Any) -> list[Any]:
+        """Return the variables, which are those that the optimizer was built for."""
+        variables = variables_of(self, grads, given)
         # Their arrays go by their places.
         known = [id(native(v)) for v in self._trainable_variables]  # type: ignore[attr-defined]
         if [id(native(v)) for v in variables] != known:
@@ -179,30 +174,22 @@ def _array(x: tf.Tensor) -> np.ndarray:
 
 
 def train_locally(
-    make_engine: Callable[[Any], Engine],
+    runtime: Runtime,
     optimizer: Any,
     method: TrainingMethod | type[TrainingMethod],
     *,
     process_set: Any = None,
     seed: int = 0,
 ) -> Any:
-    """Return an optimizer like ``optimizer``, of Keras 3, that trains by ``method``.
-
-    Args:
-        make_engine: of a process set, ``None`` for all ranks.
-    """
+    """Return an optimizer like ``optimizer``, of Keras 3, that trains by ``method``."""
     method = as_training_method(method)
-    if isinstance(optimizer, CompressedOptimizer | LocalStepsOptimizer):
-        raise ConfigError(
-            "this optimizer is distributed already; pass the one that it was made from"
-        )
+    check_not_distributed(optimizer)
     if not is_keras_3(optimizer):
         raise ConfigError(
             f"training methods (method=) are for keras.optimizers of Keras 3; got "
             f"{type(optimizer).__name__}: leave method out, and pass a compression"
         )
-    if keras.backend.backend() != "tensorflow":
-        raise UnsupportedError("Keras must run on TensorFlow here: set KERAS_BACKEND=tensorflow")
+    check_backend()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise UnsupportedError(_NO_SCALING)
     if optimizer.built:
@@ -212,19 +199,23 @@ def train_locally(
             f"buffers={method.buffers!r}: with Keras, ranks keep the state of their local "
             "optimizers; leave it out"
         )
-    training = Coordinator(method, make_engine(process_set), seed=seed)
+    engine = runtime.eager_engine(process_set, "hvd_compress.local_steps", np.ndarray)
     new = made_like(optimizer, LocalStepsOptimizer)
-    new.training, new.may_be_wrapped = training, False
+    new.training, new.may_be_wrapped = Coordinator(method, engine, seed=seed), False
     return new
 
 
-def systems_over(make_engine: Callable[[Any], Engine], module: str) -> dict[str, Any]:
-    """Return what systems add to ``module``, by name, over the engines for eager tensors that
-    ``make_engine`` makes of process sets."""
+@functools.cache
+def systems_over(runtime: Runtime, module: str) -> dict[str, Any]:
+    """Return what systems add to ``module`` by name."""
+
+    def engine(process_set: Any) -> Engine:
+        return runtime.eager_engine(process_set, "hvd_compress.codistillation", tf.Tensor)
+
     return {
         **rounds.METHODS,
         **graphs.METHODS,
-        "Codistillation": codistillation_over(KerasCodistiller, make_engine, module),
+        "Codistillation": codistillation_over(KerasCodistiller, engine, module),
         "CoordinatedSampler": CoordinatedSampler,
         "Decay": Decay,
         "Ramp": Ramp,

@@ -12,7 +12,7 @@ from hvd_compress.config import as_tuple, check_choice
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import chosen
 
-from ..optimizer import distribute, is_tf_keras
+from ..distribute import distribute, is_tf_keras
 from ..runtime import Runtime
 
 #: what ``tf.keras`` is; otherwise it is tf_keras

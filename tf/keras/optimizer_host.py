@@ -15,6 +15,7 @@ from hvd_compress.optimizers import Formula, Now
 from hvd_compress.optimizers.base import documented
 
 from ..binding import Binding
+from ..optimizer import variables_of
 from ..slots import native
 
 #: what Keras calls options of formulas; ``betas`` are two
@@ -89,17 +90,10 @@ class FormulaOptimizer(keras.optimizers.Optimizer):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Take one step along the gradients."""
         grads = list(grads)
-        if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-            if trainable_variables and not self.built:
-                with keras.name_scope(self.name):
-                    self.build(trainable_variables)
-        known = trainable_variables
-        if known is None and self.built:
-            known = self._trainable_variables
-        if known is not None and self.built and len(known) == len(grads):
+        known = variables_of(self, grads, trainable_variables) if grads else []
+        if len(known) == len(grads):
             self._now = self._now_of(grads, known)
-        super().apply(grads, trainable_variables)  # which refuses all else
+        super().apply(grads, known)  # which refuses all else
         self._now = None  # it belongs to the graph
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:

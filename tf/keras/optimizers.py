@@ -142,7 +142,7 @@ class ZeroOneAdam(PartnerOptimizer):
         if self.use_ema:
             raise ConfigError("use_ema would average weights that differ between ranks: drop it")
         super().follow(binding, places)
-        method = binding.method.for_parameters  # type: ignore[attr-defined]
+        method = binding.method.for_parameters
         self._sync = binding.for_synchronization(method)
         self._sync.consolidate_call = "optimizer.synchronize_parameters()"
         self._sync.serves_all = self._is_synchronized

@@ -23,39 +23,11 @@ from hvd_compress.integrations.mpi import *  # noqa: F403
 from hvd_compress.integrations.mpi import __all__ as _names
 from hvd_compress.integrations.mpi import missing
 
-from .collectives import (
-    allgather,
-    allgather_object,
-    barrier,
-    broadcast,
-    broadcast_object,
-    broadcast_variables,
-)
-from .training import (
-    DistributedGradientTape,
-    DistributedOptimizer,
-    PartialDistributedGradientTape,
-    allreduce,
-    bind,
-    grouped_allreduce,
-)
+from . import collectives, training
+from .collectives import *  # noqa: F403
+from .training import *  # noqa: F403
 
-__all__ = [
-    *_methods,
-    *_names,
-    "DistributedGradientTape",
-    "DistributedOptimizer",
-    "PartialDistributedGradientTape",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "barrier",
-    "bind",
-    "broadcast",
-    "broadcast_object",
-    "broadcast_variables",
-    "grouped_allreduce",
-]
+__all__ = [*_methods, *_names, *collectives.__all__, *training.__all__]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,12 @@ from hvd_compress.mpi.process_sets import size as size
 from ..slots import native
 from .nodes import node
 
+#: of what ``training.py`` does not wrap
+__all__ = [
+    *("allgather", "allgather_object", "barrier", "broadcast", "broadcast_object"),
+    "broadcast_variables",
+]
+
 #: as Horovod calls it
 handle_average_backwards_compatibility = operation
 
@@ -78,12 +84,11 @@ def allreduce(
         return tf.IndexedSlices(rows * tf.cast(factor, rows.dtype), indices, tensor.dense_shape)
     x = _tensor(tensor)
 
-    def reduced(array: np.ndarray) -> list[np.ndarray]:
-        return [mpi.allreduce(np.asarray(array), op=op, comm=comm)]
+    def reduced(array: np.ndarray) -> np.ndarray:
+        return mpi.allreduce(np.asarray(array), op=op, comm=comm)
 
     def reduce(x: tf.Tensor) -> list[tf.Tensor]:
-        (total,) = _same_shape(reduced, _scaled(x, prescale_factor))
-        return [_scaled(total, postscale_factor)]
+        return [_scaled(_like(_scaled(x, prescale_factor), reduced), postscale_factor)]
 
     def gradient(of_result: tf.Tensor) -> tf.Tensor:
         if op == Max:
@@ -179,7 +184,7 @@ def allgather(
     Raises:
         UnsupportedError: rows have no element.
     """
-    x, number = _tensor(tensor), communicator_of(process_set).size
+    x, ranks = _tensor(tensor), communicator_of(process_set).size
     if 0 in x.shape[1:]:
         raise UnsupportedError(f"allgather of {x.shape}: rows need an element")
 
@@ -192,7 +197,7 @@ def allgather(
         return [rows, np.array([part.size // bytes_of_row for part in parts], np.int64)]
 
     def gather(x: tf.Tensor) -> list[tf.Tensor]:
-        return node(gathered, [x], [(x.dtype.name, (None, *x.shape[1:])), ("int64", number)])
+        return node(gathered, [x], [(x.dtype.name, (None, *x.shape[1:])), ("int64", ranks)])
 
     def gradient(of_result: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
         mean = allreduce(of_result, process_set=process_set)
@@ -216,7 +221,7 @@ def broadcast(
         tensor: of the same shape and dtype on all ranks.
         root_rank: whose is returned, among all ranks.
         name, ignore_name_scope: accepted as Horovod's.
-        process_set: the ranks that take part.
+        process_set: the ranks that take part, the root among them.
     """
 
     def gradient(of_result: tf.Tensor) -> tf.Tensor:
@@ -224,23 +229,30 @@ def broadcast(
         # All ranks take part in the gradient of this one.
         return mean * tf.cast(rank() == root_rank, mean.dtype)
 
-    return _meeting(_tensor(tensor), _sender(root_rank, process_set), gradient)
+    send = _sender(root_rank, process_set)
+    return _meeting(_tensor(tensor), lambda x: [send(x)], gradient)
 
 
 def _sender(
     root_rank: int, process_set: ProcessSet, name: str = ""
-) -> Callable[[tf.Tensor], list[tf.Tensor]]:
+) -> Callable[[tf.Tensor], tf.Tensor]:
     """Return a function that returns the tensor of ``root_rank``; one with a ``name`` is compared
     also after the first calls."""
 
-    def sent(array: np.ndarray) -> list[np.ndarray]:
+    def sent(array: np.ndarray) -> np.ndarray:
         own = np.array(array)
         what = f"{name}{own.dtype.name}{list(own.shape)}"
         raw = own.reshape(-1).view(np.uint8)
         broadcast_bytes(raw, root_rank, what, process_set, always=bool(name))
-        return [own]
+        return own
 
-    return lambda x: _same_shape(sent, x)
+    return lambda x: _like(x, sent)
+
+
+def _like(x: tf.Tensor, function: Callable[[np.ndarray], np.ndarray]) -> tf.Tensor:
+    """Return what a function makes of an array, which has the same shape and dtype."""
+    (found,) = node(lambda array: [function(array)], [x], [(x.dtype.name, x.shape)])
+    return found
 
 
 def broadcast_variables(
@@ -262,9 +274,8 @@ def broadcast_variables(
         inner = native(variable)
         if not isinstance(inner, tf.Variable):
             raise ConfigError(f"variables[{place}] is no variable, but {variable!r}")
-        sender = _sender(root_rank, process_set, f"variables[{place}]: ")
-        (value,) = sender(inner.read_value())
-        inner.assign(value)
+        send = _sender(root_rank, process_set, f"variables[{place}]: ")
+        inner.assign(send(inner.read_value()))
 
 
 def broadcast_object(
@@ -277,13 +288,9 @@ def broadcast_object(
     """Return the object of ``root_rank`` on all ranks.
 
     Args:
-        obj: anything that can be pickled; not looked at on other ranks.
-        root_rank: whose it is, among all ranks.
-        session, name: accepted as Horovod's.
-        process_set: the ranks that take part.
-
-    Raises:
-        UnsupportedError: on all ranks, if the root cannot pickle it; it names the entry.
+        obj, root_rank, name, process_set: as for ``hvd_compress.torch.mpi.broadcast_object``, whose
+            errors these are, too.
+        session: accepted as Horovod's.
     """
     return objects.broadcast_object(obj, root_rank, name, process_set)
 
@@ -297,15 +304,8 @@ def allgather_object(
     """Return the objects of all ranks, in rank order.
 
     Args:
-        obj: anything that can be pickled; of any size, which may differ between ranks.
-        session, name: accepted as Horovod's.
-        process_set: the ranks that take part.
-
-    Raises:
-        UnsupportedError: on all ranks, if one of them cannot pickle its object; it names the entry.
+        obj, name, process_set: as for ``hvd_compress.torch.mpi.allgather_object``, whose errors
+            these are, too.
+        session: accepted as Horovod's.
     """
     return objects.allgather_object(obj, name, process_set)
-
-
-def _same_shape(function: Callable[..., Sequence[Any]], x: tf.Tensor) -> list[tf.Tensor]:
-    return node(function, [x], [(x.dtype.name, x.shape)])

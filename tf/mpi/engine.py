@@ -7,6 +7,7 @@ are added in the order of the ranks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -14,69 +15,26 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.engines.base import Engine
-from hvd_compress.mpi.process_sets import ProcessSet
+from hvd_compress.integrations.environment import chosen
+from hvd_compress.integrations.mpi import Compression
+from hvd_compress.mpi.process_sets import ProcessSet, engine_over, rank
 from hvd_compress.requests import Collective, Dense
 
-from ..runtime import Common, Runtime
+from ..runtime import Common, GraphEngine, Runtime
 from . import collectives
 from .nodes import node
 
 
-class MpiGraphEngine(Engine):
-    """Requests become nodes of the graph, one for each request of a bucket.
+class MpiGraphEngine(GraphEngine):
+    """Requests become nodes of the graph, one for each request of a bucket."""
 
-    The graph has compared the ranks, and cannot wait while it is traced.
+    sums_in_rank_order = True
 
-    Args:
-        process_set: the ranks; this one is among them.
-        predivide: arrays are divided by it before they are added, and sums multiplied by it.
-        agreed: a scalar that is true as soon as requests may be carried out; ``None``: at once.
-    """
+    def _ops(self, name: str, exchange: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Return the exchange: MPI carries requests out as they are."""
+        return exchange
 
-    def __init__(
-        self, process_set: ProcessSet, predivide: float = 1.0, agreed: tf.Tensor | None = None
-    ) -> None:
-        self._set, self._predivide = process_set, predivide
-        # As data: branches of a graph drop dependencies of other kinds.
-        self._agreed = [] if agreed is None else [agreed]
-        self._under_way: dict[str, Generator[Any, Any, Any]] = {}
-        self._replies: dict[str, Any] = {}
-        self._results: dict[str, Any] = {}
-
-    @property
-    def rank(self) -> int:
-        return self._set.rank()
-
-    @property
-    def size(self) -> int:
-        return self._set.size()
-
-    def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
-        self._under_way[name] = exchange
-        self._advance(name)
-
-    def finish(self) -> dict[str, Any]:
-        while self._under_way:  # a round of each in turn: one is compressed while another is sent
-            for name in list(self._under_way):
-                self._advance(name)
-        results, self._results = self._results, {}
-        return results
-
-    def abandon(self) -> None:
-        left, self._under_way, self._replies, self._results = self._under_way, {}, {}, {}
-        for exchange in left.values():
-            exchange.close()
-
-    def _advance(self, name: str) -> None:
-        try:
-            request = self._under_way[name].send(self._replies.pop(name, None))
-        except StopIteration as stop:
-            del self._under_way[name]
-            self._results[name] = stop.value
-        else:
-            self._replies[name] = self._carry(request)
-
-    def _carry(self, request: Collective) -> Any:
+    def _launch(self, request: Any) -> Any:
         if not isinstance(request, Dense):
             return self._node(request)
         array = request.array
@@ -99,7 +57,9 @@ class MpiGraphEngine(Engine):
             reply = self._wait_for(request.carrying(arrays[: len(inputs)]))
             return reply if isinstance(outputs, list) else [reply]
 
-        replies = node(carry_out, [*inputs, *self._agreed], forms)
+        # As data: branches of a graph drop dependencies of other kinds.
+        agreed = [] if self._agreed is None else [self._agreed]
+        replies = node(carry_out, [*inputs, *agreed], forms)
         return replies if isinstance(outputs, list) else replies[0]
 
     def _wait_for(self, request: Collective) -> Any:
@@ -118,14 +78,25 @@ def _only(request: Collective) -> Generator[Collective, Any, Any]:
 
 
 class MpiRuntime:
-    """See :class:`hvd_compress.tensorflow.runtime.Runtime`."""
-
     hvd = collectives
+    has_plain = False
+
+    def arguments(
+        self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        rank()  # says if init() is missing
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        compression = chosen(call.arguments["compression"], Compression.none, rank)
+        return call.arguments | {"compression": compression}
 
     def engine(
         self, process_set: ProcessSet, predivide: float, prefix: str, agreed: tf.Tensor | None
     ) -> Engine:
         return MpiGraphEngine(process_set, predivide, agreed)
+
+    def eager_engine(self, process_set: ProcessSet | None, prefix: str, arrays: type) -> Engine:
+        return engine_over(process_set)
 
     def agreement(self, common: Common, name: str, process_set: ProcessSet) -> tf.Tensor:
         def compare(*values: np.ndarray) -> list[np.bool_]:

@@ -20,6 +20,7 @@ from hvd_compress.integrations.horovod import check_server
 from hvd_compress.integrations.mpi import missing
 from hvd_compress.optimizers.outer import OuterSGD
 
+from ... import keras as _keras
 from ... import mpi as _tensorflow
 from ...mpi import *  # noqa: F403
 from ...mpi.engine import runtime
@@ -43,13 +44,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Return what imports Keras 3."""
     if name in OPTIMIZERS:
-        module = f"hvd_compress.tensorflow.keras.{OPTIMIZERS[name]}"
-    elif name in SYSTEMS:
-        module = f"{__name__}.training"
-    else:
-        check_server(name)
-        raise missing(name, __name__)
-    return getattr(importlib.import_module(module), name)
+        return getattr(_keras, name)
+    if name in SYSTEMS:
+        local_training = importlib.import_module("hvd_compress.tensorflow.keras.local_training")
+        return local_training.systems_over(runtime, __name__)[name]
+    check_server(name)
+    raise missing(name, __name__)
 
 
 def __dir__() -> list[str]:
