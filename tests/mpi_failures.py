@@ -53,9 +53,7 @@ def sizes_differ() -> None:
     """And nobody compares the calls."""
     functions: dict[str, Callable[..., Any]] = {
         **{name: functools.partial(mpi.allreduce, algorithm=name) for name in DENSE},
-        "hierarchical": lambda x, comm: mpi.hierarchical_allreduce(
-            x, comm=comm, ranks_per_node=2, algorithm="ring"
-        ),
+        "hierarchical": lambda x, comm: mpi.allreduce(x, comm=comm, nodes=2, algorithm="ring"),
     }
     for name, function in functions.items():
         for n in (450, 90_000):  # MPI sends short and long messages in different ways
@@ -103,9 +101,9 @@ def broken_is_broken() -> None:
     comm = mpi.Communicator(timeout=TIMEOUT)
     x = np.ones(10)
     calls = {
-        "first": lambda: mpi.hierarchical_allreduce(x, comm=comm, ranks_per_node=2),
+        "first": lambda: mpi.allreduce(x, comm=comm, nodes=2),
         "ring": lambda: mpi.allreduce(x, algorithm="ring", comm=comm),
-        "hierarchical": lambda: mpi.hierarchical_allreduce(x, comm=comm, ranks_per_node=2),
+        "hierarchical": lambda: mpi.allreduce(x, comm=comm, nodes=2),
     }
     if comm.rank != CULPRIT:
         for what, call in calls.items():
@@ -118,7 +116,7 @@ def a_node_breaks_the_whole() -> None:
     comm = mpi.Communicator(timeout=TIMEOUT, checks=0)
 
     def call() -> None:
-        mpi.hierarchical_allreduce(np.ones(1000), comm=comm, ranks_per_node=2, algorithm="ring")
+        mpi.allreduce(np.ones(1000), comm=comm, nodes=2, algorithm="ring")
 
     call()
     if comm.rank != CULPRIT:

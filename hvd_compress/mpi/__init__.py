@@ -25,12 +25,8 @@ except (ImportError, RuntimeError) as error:
 
 from hvd_compress import errors
 from hvd_compress.errors import *  # noqa: F403, errors.__all__ is the list
-from hvd_compress.mpi.calls.allreduce import allreduce, hierarchical_allreduce
-from hvd_compress.mpi.calls.sparse_allreduce import (
-    hierarchical_sparse_allreduce,
-    sparse_allgather,
-    sparse_allreduce,
-)
+from hvd_compress.mpi.calls.allreduce import allreduce
+from hvd_compress.mpi.calls.sparse_allreduce import sparse_allgather, sparse_allreduce
 from hvd_compress.mpi.engine import MpiEngine
 from hvd_compress.mpi.sparse.running import Reduced
 from hvd_compress.mpi.transport.communicator import Communicator
@@ -43,8 +39,6 @@ __all__ = [
     "MpiEngine",
     "Reduced",
     "allreduce",
-    "hierarchical_allreduce",
-    "hierarchical_sparse_allreduce",
     "measure",
     "sparse_allgather",
     "sparse_allreduce",

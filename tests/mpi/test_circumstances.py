@@ -73,9 +73,7 @@ circumstances = st.tuples(st.sampled_from([*ARRAYS]), st.sampled_from([*OUTS]))
 DENSE = {
     **{name: functools.partial(mpi.allreduce, algorithm=name) for name in ALGORITHMS},
     "auto": mpi.allreduce,
-    "hierarchical": lambda x, **more: mpi.hierarchical_allreduce(
-        x, ranks_per_node=2, algorithm="ring", **more
-    ),
+    "hierarchical": lambda x, **more: mpi.allreduce(x, nodes=2, algorithm="ring", **more),
 }
 
 
@@ -147,9 +145,7 @@ def test_sparse_calls(name, data):
             x = Sparse(x.indices, np.ones(9, int))  # no floats
         call = {
             "allreduce": lambda: mpi.sparse_allreduce(x, n, comm=comm),
-            "hierarchical": lambda: mpi.hierarchical_sparse_allreduce(
-                x, n, comm=comm, ranks_per_node=2
-            ),
+            "hierarchical": lambda: mpi.sparse_allreduce(x, n, comm=comm, nodes=2),
             "allgather": lambda: mpi.sparse_allgather(x, n, comm=comm),
         }[name]
 

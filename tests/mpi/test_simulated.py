@@ -99,7 +99,7 @@ def dense(vector, n, dtype="float64"):
 # -- dense -----------------------------------------------------------------------------------------
 
 DENSE = {name: functools.partial(mpi.allreduce, algorithm=name) for name in TAGGED}
-DENSE["hierarchical"] = mpi.hierarchical_allreduce
+DENSE["hierarchical"] = functools.partial(mpi.allreduce, nodes=True)
 
 
 @at_every_size(
@@ -121,7 +121,7 @@ def test_dense_sums(
     assume(op != "mean" or dtype != "int16")
     options = {"op": op, "chunk": chunk}
     if name == "hierarchical":
-        options |= {"algorithm": across, "ranks_per_node": ranks_per_node}
+        options |= {"algorithm": across, "nodes": ranks_per_node}
     brought = [numbers(rank, n, dtype) for rank in range(size)]
 
     def rank():
@@ -263,11 +263,11 @@ def test_sparse_sums(size, algorithm, order, n, k, op, indices, values, ranks_pe
         comm = mpi.Communicator()
         options = {"op": op, "indices": indices, "comm": comm}
         if algorithm == "hierarchical":
-            return mpi.hierarchical_sparse_allreduce(
+            return mpi.sparse_allreduce(
                 brought[comm.rank],
                 n,
                 algorithm="split_allgather",
-                ranks_per_node=ranks_per_node,
+                nodes=ranks_per_node,
                 **options,
             )
         return mpi.sparse_allreduce(
@@ -439,12 +439,12 @@ def test_a_rank_that_waits_for_ever_is_named():
 def test_time_outs_say_that_a_message_goes_across_nodes():
     def rank():
         comm = mpi.Communicator(timeout=5, checks=0)
-        options = {"algorithm": "ring", "comm": comm, "ranks_per_node": 2}
-        mpi.hierarchical_allreduce(np.ones(9), **options)
+        options = {"algorithm": "ring", "comm": comm, "nodes": 2}
+        mpi.allreduce(np.ones(9), **options)
         if comm.rank == 2:
             return ""
         with pytest.raises(CollectiveTimeout) as caught:
-            mpi.hierarchical_allreduce(np.ones(9), **options)
+            mpi.allreduce(np.ones(9), **options)
         return str(caught.value)
 
     assert "across nodes, ring" in Simulation(4).run(rank, may_leave=True)[0]
@@ -478,16 +478,16 @@ def test_time_outs_by_way_of_nodes_say_what_goes_across_them(absent):
 
     def rank():
         comm = mpi.Communicator(timeout=5, checks=0)
-        options = {"algorithm": "ring", "comm": comm, "ranks_per_node": 2}
-        mpi.hierarchical_allreduce(np.ones(9), **options)
+        options = {"algorithm": "ring", "comm": comm, "nodes": 2}
+        mpi.allreduce(np.ones(9), **options)
         if comm.rank == absent:
             return ""
         with pytest.raises(CollectiveTimeout) as caught:
-            mpi.hierarchical_allreduce(np.ones(9), **options)
+            mpi.allreduce(np.ones(9), **options)
         return str(caught.value)
 
     messages = Simulation(5).run(rank, may_leave=True)
-    want = "hierarchical_allreduce(float64[9], sum, ring across nodes of 2)"
+    want = "allreduce(float64[9], sum, ring across nodes of 2)"
     assert [want in message for message in messages] == [rank != absent for rank in range(5)]
 
 

@@ -76,7 +76,7 @@ def what_all_have_dropped_is_freed() -> None:
         if number % 100 == 0:
             total = reducer.reduce({"w": np.full(3, world.rank, np.float32)})["w"]
             assert (total == (world.size - 1) / 2).all()
-            mpi.hierarchical_allreduce(np.ones(9), comm=reducer.engine.comm, ranks_per_node=2)
+            mpi.allreduce(np.ones(9), comm=reducer.engine.comm, nodes=2)
         kept.append(reducer)
         if number % (7 + world.rank) == 0:  # each at times of its own
             del kept[:-1]

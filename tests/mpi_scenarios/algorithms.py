@@ -76,7 +76,7 @@ def bytes_of_sparse_sums_are_those_that_left() -> None:
 def by_way_of_nodes() -> None:
     """Nodes of two ranks, the last one of one if ranks are odd."""
     honest = choosing.nodes_of
-    choosing.nodes_of = lambda comm, ranks_per_node=None: honest(comm, 2)
+    choosing.nodes_of = lambda comm, nodes=True: honest(comm, 2)
     try:
         for wire in (None, "float16"):
             method = chain(via=allreduce(wire=wire, algorithm="hierarchical"))

@@ -47,8 +47,8 @@ def dense_algorithms() -> Iterator[tuple[str, Callable[..., Any]]]:
         yield name, functools.partial(mpi.allreduce, algorithm=name)
     names = ("direct", "ring", "auto", "halving_doubling")
     for ranks_per_node, across in zip(LAYOUTS, names, strict=True):
-        options = {"algorithm": across, "ranks_per_node": ranks_per_node}
-        by_nodes = functools.partial(mpi.hierarchical_allreduce, **options)
+        options = {"algorithm": across, "nodes": ranks_per_node}
+        by_nodes = functools.partial(mpi.allreduce, **options)
         yield f"{across} across nodes of {ranks_per_node}", by_nodes
 
 

@@ -22,7 +22,7 @@ CHUNK = 256  # bytes: several blocks, the last one not full
 
 
 def _round_robin(comm: mpi.Communicator, number: int) -> None:
-    """Make ``ranks_per_node=1000`` mean ``number`` nodes to which ranks are dealt in turn."""
+    """Make ``nodes=1000`` mean ``number`` nodes to which ranks are dealt in turn."""
     comm._nodes = {1000: nodes.Nodes(comm.rank, [rank % number for rank in range(P)])}
 
 
@@ -32,8 +32,8 @@ def ranks_may_be_dealt_to_nodes_in_turn() -> None:
         _round_robin(comm, number)
         for dtype in ("int64", "float32"):
             everyones = arrays(1001, dtype)
-            got = mpi.hierarchical_allreduce(
-                everyones[world.rank], comm=comm, ranks_per_node=1000, algorithm="ring", chunk=CHUNK
+            got = mpi.allreduce(
+                everyones[world.rank], comm=comm, nodes=1000, algorithm="ring", chunk=CHUNK
             )
             np.testing.assert_allclose(got, np.sum(everyones, 0), atol=1e-5 * P)
             assert_same_everywhere(got)
@@ -49,9 +49,9 @@ def halves_are_rounded_once_for_both_levels() -> None:
     exact = everyones.sum(0, dtype=np.float64)
     for ranks_per_node in sorted(set(LAYOUTS)):
         for algorithm in ALGORITHMS:
-            options = {"algorithm": algorithm, "ranks_per_node": ranks_per_node, "chunk": CHUNK}
+            options = {"algorithm": algorithm, "nodes": ranks_per_node, "chunk": CHUNK}
             half = everyones[world.rank].astype(np.float16)
-            got = mpi.hierarchical_allreduce(half, **options)
+            got = mpi.allreduce(half, **options)
             np.testing.assert_array_equal(got, exact.astype(np.float16))
 
 
@@ -59,7 +59,7 @@ def one_node_or_one_rank_on_each_is_flat() -> None:
     x = array(world.rank, 1000, "float32")
     want = mpi.allreduce(x, algorithm="direct")
     for ranks_per_node in (1, P, P + 1):
-        got = mpi.hierarchical_allreduce(x, algorithm="direct", ranks_per_node=ranks_per_node)
+        got = mpi.allreduce(x, algorithm="direct", nodes=ranks_per_node)
         assert got.tobytes() == want.tobytes()
         assert nodes.nodes_of(mpi.Communicator.of(world), ranks_per_node).is_flat
 
@@ -72,7 +72,7 @@ def mpi_is_asked_for_the_nodes() -> None:
     assert mine in found.members
     assert sorted(rank for members in found.members for rank in members) == list(range(P))
     x = array(world.rank, 100, "int64")
-    np.testing.assert_array_equal(mpi.hierarchical_allreduce(x), np.sum(arrays(100, "int64"), 0))
+    np.testing.assert_array_equal(mpi.allreduce(x, nodes=True), np.sum(arrays(100, "int64"), 0))
 
 
 def auto_chooses_across_nodes() -> None:
@@ -80,9 +80,7 @@ def auto_chooses_across_nodes() -> None:
     for ranks_per_node in (2, 3):
         for n in (1, 5000):
             everyones = arrays(n, "float32")
-            got = mpi.hierarchical_allreduce(
-                everyones[world.rank], comm=comm, ranks_per_node=ranks_per_node
-            )
+            got = mpi.allreduce(everyones[world.rank], comm=comm, nodes=ranks_per_node)
             np.testing.assert_allclose(got, np.sum(everyones, 0), atol=1e-5 * P)
             assert_same_everywhere(got)
     comm.free()
@@ -96,9 +94,9 @@ def each_rank_sends_what_the_formula_says() -> None:
         across, n = P // inside, 4 * P
         for algorithm in ("direct", "ring"):
             x = np.ones(n, np.float32)
-            mpi.hierarchical_allreduce(x, comm=comm, algorithm=algorithm, ranks_per_node=inside)
+            mpi.allreduce(x, comm=comm, algorithm=algorithm, nodes=inside)
             before = comm.bytes_sent
-            mpi.hierarchical_allreduce(x, comm=comm, algorithm=algorithm, ranks_per_node=inside)
+            mpi.allreduce(x, comm=comm, algorithm=algorithm, nodes=inside)
             within = 2 * 4 * n * (inside - 1) // inside
             between = 2 * 4 * (n // inside) * (across - 1) // across
             assert comm.bytes_sent - before == within + between
@@ -113,8 +111,8 @@ def places_that_a_node_shares_cross_once() -> None:
     for inside in range(2, P):
         if P % inside:
             continue
-        options = {"comm": comm, "algorithm": "allgather", "ranks_per_node": inside}
-        mpi.hierarchical_sparse_allreduce(same, n, **options)
+        options = {"comm": comm, "algorithm": "allgather", "nodes": inside}
+        mpi.sparse_allreduce(same, n, **options)
         opened: list[Channel] = []
 
         def noted(self: Channel, *args: Any, opened: list[Channel] = opened) -> Channel:
@@ -122,7 +120,7 @@ def places_that_a_node_shares_cross_once() -> None:
             return opened[-1]
 
         with mock.patch.object(Channel, "within", noted):
-            mpi.hierarchical_sparse_allreduce(same, n, **options)
+            mpi.sparse_allreduce(same, n, **options)
         across = [channel for channel in opened if channel.place == f"{nodes.ACROSS}, "]
         size, sent = P // inside, world.allreduce(sum(channel.bytes_sent for channel in across))
         headers = 8 + 16 + 8  # a size, a header, padding
@@ -150,25 +148,27 @@ def messages_name_ranks_of_the_whole() -> None:
 
 def refusals_name_the_way_out() -> None:
     x = np.ones(3)
-    for ranks_per_node in (0, -1, 1.5, "all", True):
-        with raises(ConfigError, "ranks_per_node=", "1 or more"):
-            mpi.hierarchical_allreduce(x, ranks_per_node=ranks_per_node)
+    for ranks_per_node in (0, -1, 1.5, "all", None):
+        with raises(ConfigError, "nodes=", "1 or more"):
+            mpi.allreduce(x, nodes=ranks_per_node)
     with raises(ConfigError, "algorithm must be one of", "ring.*tree"):
-        mpi.hierarchical_allreduce(x, algorithm="tree")
+        mpi.allreduce(x, algorithm="tree", nodes=True)
     with raises(ConfigError, "chunk"):
-        mpi.hierarchical_allreduce(x, chunk=1)
+        mpi.allreduce(x, chunk=1, nodes=True)
     for ranks_per_node in (1, 2):
-        options = {"algorithm": "ring", "ranks_per_node": ranks_per_node}
+        options = {"algorithm": "ring", "nodes": ranks_per_node}
         with raises(ConfigError, "op='min'", "sum"):
-            mpi.hierarchical_allreduce(x, op="min", **options)
+            mpi.allreduce(x, op="min", **options)
         with raises(UnsupportedError, "mean of int32", "sum"):
-            mpi.hierarchical_allreduce(np.ones(3, np.int32), op="mean", **options)
+            mpi.allreduce(np.ones(3, np.int32), op="mean", **options)
         with raises(ConfigError, "out is", "alike"):
-            mpi.hierarchical_allreduce(x, out=np.ones(4), **options)
+            mpi.allreduce(x, out=np.ones(4), **options)
     with raises(ConfigError, "algorithm"):
-        mpi.hierarchical_sparse_allreduce(Sparse(np.arange(1), np.ones(1)), 9, algorithm="ring")
+        mpi.sparse_allreduce(Sparse(np.arange(1), np.ones(1)), 9, algorithm="ring", nodes=True)
+    with raises(ConfigError, "values='float16'", "nodes"):
+        mpi.sparse_allreduce(Sparse(np.arange(1), np.ones(1)), 9, values="float16", nodes=2)
     if P > 1:
         comm = mpi.Communicator(world, timeout=20, checks=0)
-        with raises(MismatchError, "ranks_per_node=2", "ranks_per_node=3"):
-            mpi.hierarchical_allreduce(x, comm=comm, ranks_per_node=3 if world.rank else 2)
+        with raises(MismatchError, "nodes=2", "nodes=3"):
+            mpi.allreduce(x, comm=comm, nodes=3 if world.rank else 2)
         comm.free()

@@ -71,8 +71,8 @@ def _allreduces(*, rounds: bool = False):
         for ranks_per_node, across in (
             () if rounds else zip(LAYOUTS, (*ALGORITHMS, "auto", "allgather"), strict=True)
         ):
-            options = {"algorithm": across, "ranks_per_node": ranks_per_node, "indices": codec}
-            yield functools.partial(mpi.hierarchical_sparse_allreduce, **options)
+            options = {"algorithm": across, "nodes": ranks_per_node, "indices": codec}
+            yield functools.partial(mpi.sparse_allreduce, **options)
 
 
 # -- allgather ---------------------------------------------------------------------------------

@@ -65,10 +65,8 @@ def bfloat16_is_rounded_once_for_both_levels() -> None:
     everyones[:, ::3] *= 8
     for ranks_per_node in LAYOUTS:
         for algorithm in ALGORITHMS:
-            options = {"algorithm": algorithm, "ranks_per_node": ranks_per_node, "chunk": 256}
-            got = mpi.hierarchical_allreduce(
-                torch.from_numpy(everyones[RANK]).bfloat16(), **options
-            )
+            options = {"algorithm": algorithm, "nodes": ranks_per_node, "chunk": 256}
+            got = mpi.allreduce(torch.from_numpy(everyones[RANK]).bfloat16(), **options)
             rounded = torch.from_numpy(everyones).bfloat16().double().sum(0)
             assert torch.equal(got, rounded.bfloat16())
 

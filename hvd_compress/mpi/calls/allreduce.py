@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,12 +9,11 @@ import numpy as np
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.dense.running import CHUNK, reducing
 from hvd_compress.mpi.transport.arrays import Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Comm, Communicator
 from hvd_compress.mpi.transport.nodes import suffix_of
-from hvd_compress.mpi.tuning.choosing import dense, dense_by_nodes
+from hvd_compress.mpi.tuning.choosing import dense
 
 
 def allreduce(
@@ -26,6 +23,7 @@ def allreduce(
     algorithm: str = "auto",
     out: Any = None,
     comm: Comm = None,
+    nodes: bool | int = False,
     chunk: int = CHUNK,
 ) -> Any:
     """Reduce an array over all ranks; every rank gets the same bits.
@@ -40,6 +38,9 @@ def allreduce(
         out: the array for the result, of the shape and dtype of ``x``; ``out=x`` works in place,
             and ``None`` makes a new array.
         comm: an ``MPI.Comm`` or a :class:`Communicator`; ``None`` for all ranks.
+        nodes: ``True`` reduces first inside each node and then, by the algorithm, between nodes,
+            for clusters whose nodes run several ranks.  MPI says which ranks share memory; a number
+            is that of the consecutive ranks of a node.
         chunk: the bytes of a message.  The array is sent in blocks, so that one is added while
             others are on the wire.  This takes a few chunks of memory in addition to the result.
 
@@ -49,56 +50,6 @@ def allreduce(
     >>> allreduce(np.array([1.0, 2.0]), op="mean", comm=MPI.COMM_SELF)
     array([1., 2.])
     """
-
-    return _reduce(x, op, algorithm, out, comm, chunk, "allreduce", "", dense)
-
-
-def hierarchical_allreduce(
-    x: Any,
-    *,
-    op: str = "sum",
-    algorithm: str = "auto",
-    out: Any = None,
-    comm: Comm = None,
-    ranks_per_node: int | None = None,
-    chunk: int = CHUNK,
-) -> Any:
-    """Reduce an array first inside each node and then between nodes, for clusters whose nodes run
-    several ranks.
-
-    If all ranks share one node, or each has its own, this is the same as :func:`allreduce`.
-
-    Args:
-        x, op, out, comm, chunk: as for :func:`allreduce`.
-        algorithm: between nodes: one of those of :func:`allreduce`.
-        ranks_per_node: the number of consecutive ranks that make a node; ``None`` asks MPI which
-            ranks share memory.  A number smaller than the ranks of a machine splits the machine.
-    """
-
-    choose = functools.partial(dense_by_nodes, ranks_per_node=ranks_per_node)
-    function, nodes = "hierarchical_allreduce", suffix_of(ranks_per_node)
-    return _reduce(x, op, algorithm, out, comm, chunk, function, nodes, choose)
-
-
-def _reduce(
-    x: Any,
-    op: str,
-    algorithm: str,
-    out: Any,
-    comm: Comm,
-    chunk: int,
-    function: str,
-    nodes: str,
-    choose: Callable[[Communicator, str, int, str], Allreduce],
-) -> Any:
-    """Reduce an array over all ranks.
-
-    Args:
-        function, nodes: the name of the function that was called, and the nodes that it goes by
-            way of as text, for messages.
-        choose: returns the algorithm, given its name, the bytes and the dtype, when all ranks have
-            agreed on the call.
-    """
     communicator = Communicator.of(comm)
     with communicator.told():
         check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
@@ -106,10 +57,11 @@ def _reduce(
             raise ConfigError(f"chunk={chunk} bytes: at least 64")
         flat = flatten(x)
         target = _target_of(out, x, flat)
-    call, cut = f"{function}({describe(flat)}, {op}", "" if chunk == CHUNK else f", chunk={chunk}"
-    communicator.agree(f"{call}, {communicator.named(algorithm)}{nodes}{cut})")
-    chosen = choose(communicator, algorithm, flat.array.nbytes, flat.dtype)
-    call = f"{call}, {chosen.name}{nodes})"
+    call, way = f"allreduce({describe(flat)}, {op}", suffix_of(nodes)
+    cut = "" if chunk == CHUNK else f", chunk={chunk}"
+    communicator.agree(f"{call}, {communicator.named(algorithm)}{way}{cut})")
+    chosen = dense(communicator, algorithm, flat.array.nbytes, flat.dtype, nodes)
+    call = f"{call}, {chosen.name}{way})"
     reducing(communicator, call, chosen, flat.array, flat.dtype, target.array, op, chunk).wait()
     done = target.give_back(target.array)
     return done if out is None else _assign(out, done)

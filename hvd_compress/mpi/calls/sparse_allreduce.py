@@ -5,14 +5,11 @@ docs/sparse-collectives.md explains which of them to use.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
+from hvd_compress.errors import ConfigError
 from hvd_compress.meetings.sparse_vectors import give_back
 from hvd_compress.mpi.sparse import ALGORITHMS
-from hvd_compress.mpi.sparse.algorithm import Run
 from hvd_compress.mpi.sparse.allgather import gather
 from hvd_compress.mpi.sparse.messages import entries_of
 from hvd_compress.mpi.sparse.running import Reduced, prepare, run
@@ -62,6 +59,7 @@ def sparse_allreduce(
     op: str = "sum",
     algorithm: str = "auto",
     comm: Comm = None,
+    nodes: bool | int = False,
     values: str | None = None,
     indices: str = "int32",
 ) -> Reduced:
@@ -70,74 +68,30 @@ def sparse_allreduce(
     Args:
         sparse, n, comm, indices: as for :func:`sparse_allgather`.
         op: "sum" or "mean".
-        algorithm: "allgather", "split_allgather", or "auto": the one
-            that was fastest when it was measured on this communicator (:class:`.CostModel`).  The
-            largest number of entries of a rank counts.
+        algorithm: "allgather", "split_allgather", or "auto": the one that was fastest when it was
+            measured on this communicator (:class:`.CostModel`).  The largest number of entries of a
+            rank counts.
+        nodes: as for :func:`allreduce`; not with ``values``.
         values: a narrower dtype for values on the wire.  Rounding errors are in ``dropped``, on the
             rank that rounded; otherwise ``dropped`` is empty.  Values too large for it become its
             largest number.
 
     float16 is added in float32 and rounded once.
     """
-
-    function, choose = "sparse_allreduce", choosing.sparse
-    return _reduce(sparse, n, op, algorithm, comm, values, indices, function, "", choose)
-
-
-def hierarchical_sparse_allreduce(
-    sparse: Sparse,
-    n: int,
-    *,
-    op: str = "sum",
-    algorithm: str = "auto",
-    comm: Comm = None,
-    ranks_per_node: int | None = None,
-    indices: str = "int32",
-) -> Reduced:
-    """Run :func:`sparse_allreduce` first inside each node and then between nodes.  On one node, or
-    with one rank per node, it is the same as :func:`sparse_allreduce`.
-
-    Args:
-        sparse, n, op, comm, indices: as for :func:`sparse_allreduce`.
-        algorithm: between nodes: "allgather", "split_allgather" or "auto".
-        ranks_per_node: see :func:`hierarchical_allreduce`.
-
-    float16 is added in float32 on both levels and rounded once; ``dropped`` is empty.
-    """
-
-    choose = functools.partial(choosing.sparse_by_nodes, ranks_per_node=ranks_per_node)
-    function, nodes = "hierarchical_sparse_allreduce", suffix_of(ranks_per_node)
-    return _reduce(sparse, n, op, algorithm, comm, None, indices, function, nodes, choose)
-
-
-def _reduce(
-    sparse: Sparse,
-    n: int,
-    op: str,
-    algorithm: str,
-    comm: Comm,
-    values: str | None,
-    indices: str,
-    function: str,
-    nodes: str,
-    choose: Callable[[Communicator, str], Run],
-) -> Reduced:
-    """Reduce a vector over all ranks.
-
-    Args:
-        function, nodes: the name of the function that was called, and the nodes that it goes by
-            way of as text, for messages.
-        choose: returns what adds up by the name, when all ranks have agreed on the call.
-    """
     communicator = Communicator.of(comm)
     with communicator.told():
         check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
+        if values is not None and nodes is not False:
+            raise ConfigError(
+                f"values={values!r}: by way of nodes sums are not rounded, leave it out"
+            )
         form, brought, rounded_off, like = prepare(sparse, n, communicator, values, indices, op)
 
     def start() -> Algorithm:
-        return choose(communicator, algorithm)(communicator.channel(), brought, form)
+        add_up = choosing.sparse(communicator, algorithm, nodes)
+        return add_up(communicator.channel(), brought, form)
 
-    call = f"{function}({form}, {communicator.named(algorithm)}{nodes})"
+    call = f"sparse_allreduce({form}, {communicator.named(algorithm)}{suffix_of(nodes)})"
     total, lost = run(communicator, call, start)
     dropped = form.not_sent([rounded_off, lost])
     return Reduced(give_back(form.present(total), like), give_back(dropped, like))

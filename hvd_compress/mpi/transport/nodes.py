@@ -44,21 +44,24 @@ class Nodes:
             self.across = tuple(members[place] for members in self.members)
 
 
-def suffix_of(ranks_per_node: int | None) -> str:
-    """Return what follows the name of an algorithm that goes by way of nodes."""
-    return f" {ACROSS}" + ("" if ranks_per_node is None else f" of {ranks_per_node}")
+def suffix_of(nodes: bool | int) -> str:
+    """Return what follows the name of an algorithm that goes by way of nodes, if it does."""
+    if nodes is False:
+        return ""
+    return f" {ACROSS}" + ("" if nodes is True else f" of {nodes}")
 
 
-def nodes_of(comm: Communicator, ranks_per_node: int | None = None) -> Nodes:
+def nodes_of(comm: Communicator, nodes: bool | int = True) -> Nodes:
     """Return the nodes of a communicator, which are found at the first call; that one is a
     collective.
 
     Args:
-        ranks_per_node: the number of consecutive ranks that make a node, instead of asking MPI
-            which ranks share memory; the last one may have fewer.
+        nodes: the number of consecutive ranks that make a node, of which the last one may have
+            fewer; ``True`` asks MPI which ranks share memory.
     """
-    if ranks_per_node is not None and (type(ranks_per_node) is not int or ranks_per_node < 1):
-        raise ConfigError(f"ranks_per_node={ranks_per_node!r}: a number of ranks, 1 or more")
+    ranks_per_node = None if nodes is True else nodes
+    if nodes is not True and (type(nodes) is not int or nodes < 1):
+        raise ConfigError(f"nodes={nodes!r}: True, or the ranks of each node, 1 or more")
     if ranks_per_node not in comm._nodes:
         comm._nodes[ranks_per_node] = Nodes(comm.rank, _leaders(comm, ranks_per_node))
     return comm._nodes[ranks_per_node]
@@ -66,7 +69,7 @@ def nodes_of(comm: Communicator, ranks_per_node: int | None = None) -> Nodes:
 
 def _leaders(comm: Communicator, ranks_per_node: int | None) -> list[int]:
     # MPI's own collectives, below, have no time-out: first make sure that everyone is here.
-    comm.agree(f"finding the nodes, ranks_per_node={ranks_per_node}", always=True)
+    comm.agree(f"finding the nodes, nodes={ranks_per_node or True}", always=True)
     if ranks_per_node is not None:
         return [rank // ranks_per_node * ranks_per_node for rank in range(comm.size)]
     shared = comm.mpi.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)

@@ -32,58 +32,47 @@ from hvd_compress.requests import algorithms
 # -- dense -----------------------------------------------------------------------------------------
 
 
-def dense(comm: Communicator, name: str, nbytes: int, dtype: str) -> Allreduce:
-    """Return the allreduce of that name; for "auto" the fastest one for an array of ``nbytes``."""
-    return DENSE[model_of(comm).fastest(nbytes, dtype) if name == "auto" else name]
-
-
-def dense_by_nodes(
-    comm: Communicator, name: str, nbytes: int, dtype: str, ranks_per_node: int | None = None
+def dense(
+    comm: Communicator, name: str, nbytes: int, dtype: str, nodes: bool | int = False
 ) -> Allreduce:
-    """Return the allreduce inside nodes and, by that name, across them; on flat nodes
-    :func:`dense`."""
-    nodes = nodes_of(comm, ranks_per_node)
-    if nodes.is_flat:
-        return dense(comm, name, nbytes, dtype)
-    if dtype in HALVES:  # partial sums are float32
-        nbytes, dtype = 2 * nbytes, "float32"
-    return hierarchical(nodes, dense(comm, name, nbytes // nodes.owners, dtype))
+    """Return the allreduce of that name; for "auto" the fastest one for an array of ``nbytes``.
+    With ``nodes``, see :func:`.nodes_of`, it is that inside nodes and, by that name, across."""
+    found = None if nodes is False else nodes_of(comm, nodes)
+    if found is not None and not found.is_flat:
+        if dtype in HALVES:  # partial sums are float32
+            nbytes, dtype = 2 * nbytes, "float32"
+        return hierarchical(found, dense(comm, name, nbytes // found.owners, dtype))
+    return DENSE[model_of(comm).fastest(nbytes, dtype) if name == "auto" else name]
 
 
 def dense_of_exchange(comm: Communicator, name: str, nbytes: int, dtype: str) -> Allreduce:
     """Return the allreduce of a request.  Nodes add in the order of the ranks on both levels."""
     check_choice("algorithm", name, algorithms.SUMS)
-    if name == "hierarchical":
-        if not nodes_of(comm).is_flat:
-            return dense_by_nodes(comm, "direct", nbytes, dtype)
-        name = "auto"
-    return dense(comm, name, nbytes, dtype)
+    if name != "hierarchical":
+        return dense(comm, name, nbytes, dtype)
+    across = "auto" if nodes_of(comm).is_flat else "direct"
+    return dense(comm, across, nbytes, dtype, nodes=True)
 
 
 # -- sparse ----------------------------------------------------------------------------------------
 
 
-def sparse(comm: Communicator, name: str) -> Run:
+def sparse(comm: Communicator, name: str, nodes: bool | int = False) -> Run:
     """Return the sparse sum of that name; for "auto" the fastest one for the entries that the ranks
-    announce."""
+    announce.  With ``nodes`` it is that inside nodes and, by that name, across."""
+    found = None if nodes is False else nodes_of(comm, nodes)
+    if found is not None and not found.is_flat:
+        return hierarchical_sparse(found, sparse(comm, name))
     return functools.partial(_fastest, model_of(comm)) if name == "auto" else SPARSE[name]
-
-
-def sparse_by_nodes(comm: Communicator, name: str, ranks_per_node: int | None = None) -> Run:
-    """Return the sparse sum inside nodes and, by that name, across them; on flat nodes
-    :func:`sparse`."""
-    nodes, across = nodes_of(comm, ranks_per_node), sparse(comm, name)
-    return across if nodes.is_flat else hierarchical_sparse(nodes, across)
 
 
 def sparse_of_exchange(comm: Communicator, name: str) -> Run:
     """Return the sparse sum of a request."""
     check_choice("algorithm", name, algorithms.SPARSE_SUMS)
-    if name == "hierarchical":
-        if not nodes_of(comm).is_flat:
-            return sparse_by_nodes(comm, "allgather")
-        name = "auto"
-    return sparse(comm, name)
+    if name != "hierarchical":
+        return sparse(comm, name)
+    across = "auto" if nodes_of(comm).is_flat else "allgather"
+    return sparse(comm, across, nodes=True)
 
 
 def _fastest(model: CostModel, channel: Channel, mine: Sparse, form: Format) -> Summed:
