@@ -262,17 +262,10 @@ def test_sparse_sums(size, algorithm, order, n, k, op, indices, values, ranks_pe
     def rank():
         comm = mpi.Communicator()
         options = {"op": op, "indices": indices, "comm": comm}
+        options |= {"algorithm": algorithm, "values": values}
         if algorithm == "hierarchical":
-            return mpi.sparse_allreduce(
-                brought[comm.rank],
-                n,
-                algorithm="split_allgather",
-                nodes=ranks_per_node,
-                **options,
-            )
-        return mpi.sparse_allreduce(
-            brought[comm.rank], n, algorithm=algorithm, values=values, **options
-        )
+            options |= {"algorithm": "split_allgather", "nodes": ranks_per_node}
+        return mpi.sparse_allreduce(brought[comm.rank], n, **options)
 
     results = Simulation(size, *order).run(rank)
     assert_nothing_is_lost(brought, results, n, size if op == "mean" else 1)

@@ -63,15 +63,13 @@ def _bits(x: Sparse | np.ndarray) -> list[np.ndarray]:
     return [x.indices, x.values] if isinstance(x, Sparse) else [x]
 
 
-def _allreduces(*, rounds: bool = False):
-    """Every sparse allreduce; ``rounds``: of those that take narrower values."""
+def _allreduces():
+    """Every sparse allreduce."""
     for codec in CODECS:
         for algorithm in ALGORITHMS:
             yield functools.partial(mpi.sparse_allreduce, algorithm=algorithm, indices=codec)
-        for ranks_per_node, across in (
-            () if rounds else zip(LAYOUTS, (*ALGORITHMS, "auto", "allgather"), strict=True)
-        ):
-            options = {"algorithm": across, "nodes": ranks_per_node, "indices": codec}
+        for number, across in zip(LAYOUTS, (*ALGORITHMS, "auto", "allgather"), strict=True):
+            options = {"algorithm": across, "nodes": number, "indices": codec}
             yield functools.partial(mpi.sparse_allreduce, **options)
 
 
@@ -190,7 +188,7 @@ def nan_and_inf_reach_every_rank() -> None:
             mine.values[[3, 9]] = np.nan, -np.inf
         culprit = world.bcast(mine.indices, P - 1)
         for options in ({}, {"values": "float16"}):
-            for allreduce in _allreduces(rounds=bool(options)):
+            for allreduce in _allreduces():
                 got = allreduce(mine, 100, **options)
                 dense = got.dense(100)
                 assert np.isnan(dense[culprit[3]])
@@ -267,7 +265,7 @@ def inputs_are_left_alone() -> None:
     mine, copy = vector(RANK, 100, 30), vector(RANK, 100, 30)
     for array in mine:
         array.flags.writeable = False
-    for allreduce in _allreduces(rounds=True):
+    for allreduce in _allreduces():
         result = allreduce(mine, 100, values="float16")
         result.dense(100)[:] = 7
         for array in _bits(result.total) + _bits(result.dropped):

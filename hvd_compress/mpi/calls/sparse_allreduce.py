@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
-from hvd_compress.errors import ConfigError
 from hvd_compress.meetings.sparse_vectors import give_back
 from hvd_compress.mpi.sparse import ALGORITHMS
 from hvd_compress.mpi.sparse.allgather import gather
@@ -71,7 +70,7 @@ def sparse_allreduce(
         algorithm: "allgather", "split_allgather", or "auto": the one that was fastest when it was
             measured on this communicator (:class:`.CostModel`).  The largest number of entries of a
             rank counts.
-        nodes: as for :func:`allreduce`; not with ``values``.
+        nodes: as for :func:`allreduce`.
         values: a narrower dtype for values on the wire.  Rounding errors are in ``dropped``, on the
             rank that rounded; otherwise ``dropped`` is empty.  Values too large for it become its
             largest number.
@@ -81,10 +80,6 @@ def sparse_allreduce(
     communicator = Communicator.of(comm)
     with communicator.told():
         check_choice("algorithm", algorithm, ("auto", *ALGORITHMS))
-        if values is not None and nodes is not False:
-            raise ConfigError(
-                f"values={values!r}: by way of nodes sums are not rounded, leave it out"
-            )
         form, brought, rounded_off, like = prepare(sparse, n, communicator, values, indices, op)
 
     def start() -> Algorithm:

@@ -32,15 +32,19 @@ def hierarchical(nodes: Nodes, across: Run) -> Run:
         length = bounds[inside.rank + 1] - bounds[inside.rank]
         parts = yield from to_owners(inside, mine, bounds, form)
 
-        done: Vector = empty(form.dtype)
+        done: Vector = empty(form.wire)
+        lost = empty(form.wide)
         if nodes.across is not None:
             region = entries_of(form.add_up(parts, length, form.wide))
             between = channel.within(nodes.across, ACROSS)
             theirs = Format(length, form.wide, form.wide, form.codec, "sum", between.size)
             total, _ = yield from across(between, region, theirs)
-            done, _ = form.settle(total)
+            done, rounded_off = form.settle(total)
+            if between.rank == 0:  # others have rounded the same sums
+                start = bounds[inside.rank]
+                lost = Sparse(rounded_off.indices + start, rounded_off.values)
 
         regions = yield from from_owners(inside, done, bounds, form)
-        return assemble(regions, bounds, form), empty(form.wide)
+        return assemble(regions, bounds, form), lost
 
     return run
