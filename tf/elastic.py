@@ -25,7 +25,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.integrations.horovod import rest_of
 
 from .binding import Binding
-from .slots import native
+from .slots import variables_of_both
 
 
 class TensorFlowKerasState(ObjectState):
@@ -76,7 +76,7 @@ class TensorFlowKerasState(ObjectState):
     def sync(self) -> None:
         for binding in self._bindings():
             binding.unite()
-        horovod.broadcast_variables(self._common(), 0)
+        horovod.broadcast_variables(variables_of_both(self.model, self.optimizer), 0)
         self._keep()
         super().sync()
 
@@ -87,14 +87,10 @@ class TensorFlowKerasState(ObjectState):
             binding.forget_graphs()
 
     def _keep(self) -> None:
-        self._kept = [(v, tf.identity(v)) for v in self._common()]
+        # They are equal on all ranks.
+        everyones = variables_of_both(self.model, self.optimizer)
+        self._kept = [(v, tf.identity(v)) for v in everyones]
         self._commits = [(binding, binding.kept()) for binding in self._bindings()]
-
-    def _common(self) -> list[tf.Variable]:
-        """Return the variables that are equal on all ranks."""
-        known = self.optimizer.variables
-        known = known() if callable(known) else known
-        return [native(v) for v in [*self.model.variables, *known]]
 
     def _bindings(self) -> Iterator[Binding]:
         for name in ("compression", "local_compression"):

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from hvd_compress.agreement import SAMPLED_EVERY, WEIGHTS, Terms
+from hvd_compress.backends.weak import weakly
 from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.named import ProcessSetEngine
@@ -206,6 +207,16 @@ def check_context() -> None:
             "tf.compat.v1.enable_eager_execution() first, and put the step into a tf.function; "
             "or pass Horovod's own compression=hvd.Compression.fp16"
         )
+
+
+def in_python(
+    owner: Any, function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[tf.DType]
+) -> Any:
+    """Return what ``function(owner, *inputs)`` makes of eager tensors: now, or when the graph runs,
+    which does not keep the owner."""
+    if tf.executing_eagerly():
+        return function(owner, *map(tf.convert_to_tensor, inputs))
+    return tf.py_function(weakly(owner, function), inputs, dtypes)
 
 
 def check_device(option: str, device: Any) -> None:

@@ -48,6 +48,12 @@ def native(variable: Any) -> Any:
     return inner if isinstance(inner, tf.Variable) else variable
 
 
+def variables_of_both(model: Any, optimizer: Any) -> list[tf.Variable]:
+    """Return the variables of a model and of its optimizer, of Keras 3 or tf_keras."""
+    known = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+    return [native(variable) for variable in (*model.variables, *known)]
+
+
 def weights_of(layers: Any) -> list[Any]:
     """Return the trainable weights of a layer, or of several."""
     layers = [] if layers is None else layers if isinstance(layers, list | tuple) else [layers]

@@ -16,7 +16,7 @@ from hvd_compress.errors import ConfigError
 from ..distribute import is_tf_keras
 from ..optimizer import CompressedOptimizer, inner_of
 from ..runtime import check_device
-from ..slots import native
+from ..slots import native, variables_of_both
 
 _Callback: TypeAlias = keras.callbacks.Callback
 
@@ -143,8 +143,7 @@ class BroadcastGlobalVariablesCallback(_OverRanks, _Callback):
             return
         self._rounds += 1
         optimizer = self.model.optimizer
-        known = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
-        variables = [native(v) for v in [*self.model.variables, *known]]
+        variables = variables_of_both(self.model, optimizer)
         new = [v for v in variables if id(v) not in self._sent | self._local]
         with tf.device(self._device):
             if new:

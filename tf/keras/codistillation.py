@@ -12,13 +12,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.backends.weak import weakly
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.systems.base import Arrays
 from hvd_compress.systems.teachers import Codistillation, Codistiller
 from hvd_compress.systems.teachers.losses import Functions, losses_over, target
 
-from ..runtime import check_context
+from ..runtime import check_context, in_python
 from ..slots import native
 
 #: those of :mod:`hvd_compress.systems.teachers.losses`
@@ -79,21 +78,13 @@ class KerasCodistiller(Codistiller):
             nest = tf.nest.pack_sequence_as(inputs, flat) if flat else None
             return self._target(z, nest, flat)
 
-        if tf.executing_eagerly():
-            goal, weight = of_teachers(self, tf.stop_gradient(z), *map(tf.convert_to_tensor, flat))
-        else:
-            goal, weight = tf.py_function(
-                weakly(self, of_teachers), [tf.stop_gradient(z), *flat], [z.dtype, z.dtype]
-            )
-            goal.set_shape(z.shape)
-            weight.set_shape([])
-        goal, weight = tf.stop_gradient(goal), tf.stop_gradient(weight)
+        given, dtypes = [tf.stop_gradient(z), *flat], [z.dtype, z.dtype]
+        goal, weight = map(tf.stop_gradient, in_python(self, of_teachers, given, dtypes))
+        goal.set_shape(z.shape)
+        weight.set_shape([])
         distance = LOSSES[self.method.loss].distance
-        own = tf.cond(
-            weight > 0,
-            lambda: weight * distance(z, goal),
-            lambda: tf.zeros([], z.dtype),
-        )
+        none = tf.zeros([], z.dtype)
+        own = tf.cond(weight > 0, lambda: weight * distance(z, goal), lambda: none)
         return task + tf.cast(own, tf.convert_to_tensor(task).dtype)
 
     def use_in_fit(self) -> None:

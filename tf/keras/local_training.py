@@ -16,7 +16,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.backends.weak import weakly
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.systems import Coordinator, TrainingMethod, graphs, rounds
@@ -26,7 +25,7 @@ from hvd_compress.systems.teachers.codistiller import codistillation_over
 
 from ..distribute import check_backend, check_not_distributed, is_keras_3
 from ..optimizer import NotInLossScaling, made_like, variables_of
-from ..runtime import Runtime, check_context
+from ..runtime import Runtime, check_context, in_python
 from ..slots import native
 from .codistillation import KerasCodistiller
 
@@ -128,11 +127,8 @@ class LocalStepsOptimizer(NotInLossScaling):
             return [tf.constant(bool(changed)), tf.constant(is_lost), *made]
 
         values = [*(v.value() for v in own), *known]
-        if tf.executing_eagerly():
-            is_new, is_lost, *made = run(self, *map(tf.convert_to_tensor, values))
-        else:
-            dtypes = [tf.bool, tf.bool, *(v.dtype for v in own)]
-            is_new, is_lost, *made = tf.py_function(weakly(self, run), values, dtypes)
+        dtypes = [tf.bool, tf.bool, *(v.dtype for v in own)]
+        is_new, is_lost, *made = in_python(self, run, values, dtypes)
 
         def assign() -> tf.Tensor:
             for v, x in zip(own, made, strict=True):
