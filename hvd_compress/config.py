@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 from hvd_compress.errors import ConfigError
 
@@ -58,8 +58,7 @@ class Configurable(metaclass=_NamedMeta):
             if (check := field.metadata.get(_CHECK)) is not None:
                 check(field.name, getattr(self, field.name))
             if (converter := field.metadata.get(_CONVERTER)) is not None:
-                values = [getattr(self, name) for name in (field.name, *converter.others)]
-                object.__setattr__(self, field.name, converter.function(*values))
+                object.__setattr__(self, field.name, converter(getattr(self, field.name)))
 
     @property
     def parts(self) -> list[Configurable]:
@@ -151,12 +150,7 @@ def numbers(
     return check
 
 
-class _Converter(NamedTuple):
-    function: Callable[..., Any]
-    others: tuple[str, ...]
-
-
-def converted(function: Callable[..., Any], *others: str) -> dict[str, Any]:
+def converted(function: Callable[[Any], Any]) -> dict[str, Any]:
     """Return the metadata of an option that is stored as ``function(value)``, for instance a
     schedule where the user may write a number::
 
@@ -164,9 +158,8 @@ def converted(function: Callable[..., Any], *others: str) -> dict[str, Any]:
 
     Args:
         function: raises ``ConfigError`` for values that cannot be.
-        others: names of options that are passed to it as well, after the value.
     """
-    return {_CONVERTER: _Converter(function, others)}
+    return {_CONVERTER: function}
 
 
 def _fields(thing: Configurable) -> tuple[dataclasses.Field[Any], ...]:

@@ -34,7 +34,7 @@ from hvd_compress.blocks import (
 )
 from hvd_compress.cli.options import parser_of, positive
 from hvd_compress.integrations.launch import under_mpirun
-from hvd_compress.systems.graphs import blockwise, l1
+from hvd_compress.systems.graphs import l1
 from mpi_examples.data import digits
 from mpi_examples.models import accuracy, cnn
 from mpi_examples.study import Run, each_run, first, percent, rate, size, spread, table, times
@@ -44,8 +44,6 @@ RANKS, BATCH = 4, 64
 EVERY, DENSITY = 8, 0.01
 #: steps of warm-ups, and until others have learnt enough to send less
 WARMUP = 20
-#: the codec of methods over a graph, in which ranks have two neighbours
-TWO_BITS = blockwise(2)
 
 
 class System(NamedTuple):
@@ -136,10 +134,6 @@ ROWS: dict[str, dict[str, tuple[Any, ...]]] = {
             "gradients, later as local_sgd",
             lambda hvd: hvd.LocalSGD(EVERY, start=WARMUP),
         ),
-        "slowmo": (
-            "parameters, every 8 steps",
-            lambda hvd: hvd.SlowMo(EVERY, momentum=0.5),
-        ),
         "diloco": (
             "changes of parameters, every 8 steps",
             lambda hvd: hvd.DiLoCo(sync_every=EVERY),
@@ -181,14 +175,10 @@ ROWS: dict[str, dict[str, tuple[Any, ...]]] = {
             "parameters and tracked gradients, to 2 neighbours",
             lambda hvd: hvd.GradientTracking("cycle"),
         ),
-        "choco_sgd": (
-            "changes in 2 bits, to 2 neighbours",
-            lambda hvd: hvd.ChocoSGD("cycle", TWO_BITS),
-        ),
-        "lead": ("changes in 2 bits, to 2 neighbours", lambda hvd: hvd.LEAD("cycle", TWO_BITS)),
+        "lead": ("changes in 2 bits, to 2 neighbours", lambda hvd: hvd.LEAD("cycle")),
         "prox_lead": (
             "the same; weights shrink towards 0",
-            lambda hvd: hvd.LEAD("cycle", TWO_BITS, prox=l1(1e-4)),
+            lambda hvd: hvd.LEAD("cycle", prox=l1(1e-4)),
         ),
     },
     "codistillation": {

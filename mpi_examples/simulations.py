@@ -10,7 +10,7 @@ the nodes' data differ.  Shown is the mean squared distance of the nodes from th
 
 ``prox_lead``: nodes have the images of other digits than their neighbours, and minimise the mean
 loss of a softmax regression with a ridge and an l1 term, whose solution is sparse.  With batches as
-gradients a method stays in a ball around it; LSVRG and SAGA take their noise away.
+gradients a method stays in a ball around it; LSVRG takes their noise away.
 
 ``leader_symmetry``: two workers begin on the two sides of a hill, at 0.4 and -0.41, and minimise
 f(x) = (x^2 - 1)^2, whose minima are at 1 and -1.  EASGD stays between them, Leader SGD leaves.
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from hvd_compress.cli.options import parser_of, picture_file
 from hvd_compress.cli.tables import text_table
 from hvd_compress.studies import decentralized as theory
-from hvd_compress.studies.estimators import LSVRG, SAGA
+from hvd_compress.studies.estimators import LSVRG
 from hvd_compress.systems import Ranks, TrainingMethod
 from hvd_compress.systems.graphs import (
     EXTRA,
@@ -37,7 +37,6 @@ from hvd_compress.systems.graphs import (
     Diffusion,
     ExactDiffusion,
     as_topology,
-    blockwise,
     l1,
     simulate,
     spectral_gap,
@@ -124,7 +123,7 @@ def exact_diffusion(output: Path) -> None:
 
 # -- an l1 term, 2 bits, and batches -------------------------------------------------------------
 
-BATCHES = 8  # of a node, for LSVRG and SAGA
+BATCHES = 8  # of a node, for LSVRG
 Gradient = Callable[[int, np.ndarray, int], np.ndarray]
 
 
@@ -140,8 +139,7 @@ def gradient_of(name: str, problem: Regression) -> Gradient:
         return lambda rank, x, step: problem.gradient(x, rank)
     if name == "batches":
         return lambda rank, x, step: of(rank)(x, int(randoms[rank].integers(BATCHES)))
-    estimator = {"LSVRG": LSVRG, "SAGA": SAGA}[name]
-    nodes = [estimator(of(rank), BATCHES, randoms[rank]) for rank in range(problem.ranks)]
+    nodes = [LSVRG(of(rank), BATCHES, randoms[rank]) for rank in range(problem.ranks)]
     return lambda rank, x, step: nodes[rank](x)
 
 
@@ -158,7 +156,7 @@ def solution(problem: Regression, weight: float) -> np.ndarray:
 def bytes_of(method: DecentralizedMethod, d: int) -> int:
     """Return the size of what a node sends to a neighbour in a step."""
     x = np.zeros(d)
-    update = method.update(x, x, dict(method.start(x)), method.network(0, 2, 1)._replace(step=2))
+    update = method.update(x, x, dict(method.start(x)), method.topology.neighborhood(0, 2, 2))
     return next(update).payload.nbytes
 
 
@@ -166,14 +164,13 @@ def prox_lead() -> None:
     problem, weight, shown = Regression(8, "labels", l2=1.0), 0.02, (100, 200, 400)
     best, prox = solution(problem, weight), l1(weight)
     norm = float(np.linalg.norm(best)) * problem.ranks**0.5
-    lead = LEAD("cycle", blockwise(2), prox=prox)
+    lead = LEAD("cycle", prox=prox)
     studied: dict[str, tuple[DecentralizedMethod, str]] = {
         "PG-EXTRA": (EXTRA("cycle", prox=prox), "exact"),
         "P2D2": (ExactDiffusion("cycle", prox=prox), "exact"),
         "Prox-LEAD": (lead, "exact"),
         "Prox-LEAD, batches": (lead, "batches"),
         "Prox-LEAD, LSVRG": (lead, "LSVRG"),
-        "Prox-LEAD, SAGA": (lead, "SAGA"),
     }
     rows = []
     for name, (method, gradient) in tqdm(studied.items(), ncols=90, leave=False):

@@ -93,7 +93,7 @@ def warmed_up(done: float, warmup: float) -> float:
 
 def rate(done: float) -> float:
     """Return the factor of the learning rate when a share of a run is done: up within a tenth, and
-    down along a cosine.  It ends at a tenth, since SlowMo divides by it."""
+    down along a cosine to a tenth."""
     return min(0.55 + 0.45 * math.cos(math.pi * done), 0.1 + 9 * done)
 
 

@@ -15,10 +15,10 @@ import argparse
 import statistics
 import time
 
-from hvd_compress.cli.options import positive
+from hvd_compress.codecs import uniform_dithering
 from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.launch import under_mpirun
-from hvd_compress.systems.graphs import ExactDiffusion, blockwise, l1
+from hvd_compress.systems.graphs import ExactDiffusion, l1
 from mpi_examples.data import digits
 from mpi_examples.study import Run, each_run, milliseconds, percent, size, study_parser, table
 
@@ -29,10 +29,13 @@ METHODS = {
     "exact_diffusion": lambda: hvd.ExactDiffusion(options.topology),
     "extra": lambda: hvd.EXTRA(options.topology),
     "gradient_tracking": lambda: hvd.GradientTracking(options.topology),
-    "choco_sgd": lambda: hvd.ChocoSGD(options.topology, blockwise(options.bits)),
-    "lead": lambda: hvd.LEAD(options.topology, blockwise(options.bits)),
-    "prox_lead": lambda: hvd.LEAD(options.topology, blockwise(options.bits), prox=l1(1e-4)),
+    "lead": lambda: hvd.LEAD(options.topology, codec()),
+    "prox_lead": lambda: hvd.LEAD(options.topology, codec(), prox=l1(1e-4)),
 }
+
+
+def codec() -> uniform_dithering:
+    return uniform_dithering(2 ** (options.bits - 1), 256, "max")
 
 
 def arguments() -> argparse.Namespace:
@@ -43,12 +46,11 @@ def arguments() -> argparse.Namespace:
         "--topology", default="line", help='undirected, such as "cycle" or "grid:rows=2"'
     )
     parser.add_argument("--data", choices=("sorted", "shuffled"), default="sorted")
-    parser.add_argument("--bits", type=positive, default=2, help="of choco_sgd and LEAD, up to 8")
+    parser.add_argument("--bits", type=int, choices=range(1, 9), default=2, help="of LEAD")
     parser.add_argument("--momentum", type=float, default=0.0, help="of the local optimizer")
     options = parser.parse_args()
     try:
         ExactDiffusion(options.topology).check_ranks(options.ranks)  # undirected, and connected
-        blockwise(options.bits)
     except ConfigError as error:
         parser.error(str(error))
     return options
@@ -108,7 +110,8 @@ def train(name: str, seed: int) -> Run:
     sent = [total / steps for total in world.allgather(counter.stats().total.bytes_sent)]
     worst = min(world.allgather(accuracy(model, x_test, y_test)))
     before = parameters_to_vector(model.parameters()).detach()
-    hvd.average_parameters(model.parameters())
+    if method is not None:
+        optimizer.synchronize_parameters()
     mean = parameters_to_vector(model.parameters()).detach()
     squares = world.allgather(float((before - mean).square().sum() / mean.square().sum()))
     return {

@@ -730,7 +730,7 @@ def local_steps_between_replicas() -> None:
         lambda o: hvd.DistributedOptimizer(
             o, method=hvd.LocalSGD(sync_every=2), process_set=replica.get_group()
         ),
-        lambda o: hvd.DistributedOptimizer(o, method=hvd.SlowMo(sync_every=2), process_set=replica),
+        lambda o: hvd.DistributedOptimizer(o, method=hvd.EASGD(sync_every=2), process_set=replica),
     ):
         model = _sharded(MESHES["2x2"]["shard"])
         optimizer = make(_sgd(model, momentum=0.9))

@@ -164,12 +164,6 @@ ROWS = {
     "lgc": Row(
         LGC(density=0.05, learn=1, code=2, min_size=4), context=MOMENTUM, **TRAINED, encodes=False
     ),
-    "lgc-per-tensor": Row(
-        LGC(density=0.05, learn=1, code=2, autoencoder="per_tensor", min_size=4),
-        context=MOMENTUM,
-        **TRAINED,
-        encodes=False,
-    ),
     "lgc-server": Row(
         LGC(density=0.03, learn=0, code=1, via="server", decoders=2, innovation=0.1),
         context=NESTEROV,

@@ -96,25 +96,6 @@ def half_precision_keeps_its_parameters_on_the_server() -> None:
     torch.testing.assert_close(flat(model), before - 0.04, atol=4e-3, rtol=0)
 
 
-def momentum_moves_to_the_workers() -> None:
-    """DGC that sends everything is SGD with momentum on each worker's velocity."""
-    model, reference = network(), network()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    method = hvd.DGC(density=1.0, small="sparse", masking=False)
-    with hvd.parameter_server(model, optimizer, compression=method) as worker:
-        for step in worker.batches(range(4)):
-            optimizer.zero_grad()
-            loss(model, batch(worker.rank, step)).backward()
-            worker.step()
-    its = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
-    for step in range(4):
-        its.zero_grad()
-        loss(reference, torch.cat([batch(r, step) for r in range(worker.size)])).backward()
-        its.step()
-    torch.testing.assert_close(flat(model), flat(reference), rtol=1e-4, atol=1e-6)
-    assert optimizer.param_groups[0]["momentum"] == 0.9
-
-
 def a_layer_that_is_not_used_stays() -> None:
     """Momentum and weight decay move only what has a gradient, as without servers."""
     for make in (sgd, adamw):
@@ -155,8 +136,8 @@ def what_cannot_be() -> None:
         hvd.parameter_server(model, plain, worker_timeout=0)
     with pytest.raises(UnsupportedError, match="LBFGS"):
         hvd.parameter_server(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ConfigError, match="corrects the momentum"):
-        hvd.parameter_server(model, torch.optim.Adam(model.parameters()), compression="dgc")
+    with pytest.raises(ConfigError, match="needs the optimizer's momentum"):
+        hvd.parameter_server(model, plain, compression="dgc")
     worker = hvd.parameter_server(model, plain)
     with pytest.raises(ConfigError, match="from the end"):
         worker.stats()
@@ -194,7 +175,6 @@ trained(adamw, 4)
 trained(adagrad, 4, before=2)
 half_precision_keeps_its_parameters_on_the_server()
 a_layer_that_is_not_used_stays()
-momentum_moves_to_the_workers()
 asynchronous_methods_train()
 what_cannot_be()
 print("all is well")

@@ -10,7 +10,6 @@ package is imported too: ``import horovod.torch as hvd; from hvd_compress.torch 
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import Any
 
@@ -35,7 +34,6 @@ from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
 from .replicas import is_group
 from .shards import compress_shards
-from .systems.averaging import averaging
 
 
 def _register(horovod_torch: Any) -> None:
@@ -57,17 +55,14 @@ def _engine(process_set: Any) -> Any:
 show_log()
 _horovod = load_horovod("horovod.torch", "PyTorch", _register)
 _ONE_THREAD = threading.RLock()
-_SYSTEMS = (*SYSTEMS, "WeightDecay")
-average_parameters = averaging(sys.modules[__name__], __name__)
 
 __all__ = [
     *_common,
     *_optimizers,
-    *_SYSTEMS,
+    *SYSTEMS,
     "Auto",
     "DDPState",
     "OuterSGD",
-    "average_parameters",
     "compress_replicas",
     "compress_shards",
     "ddp_hook",
@@ -105,12 +100,14 @@ if isinstance(_horovod, ImportError):
 def __getattr__(name: str) -> Any:
     """Return a name of the systems, which are imported now, or one of ``horovod.torch`` that this
     package does not replace."""
-    if name in _SYSTEMS:
+    if name in SYSTEMS:
         with _ONE_THREAD:  # pickle needs one class of a name
             if name not in globals():
-                from .systems.names import systems_over
+                from hvd_compress.systems.teachers.codistiller import systems_over
 
-                globals().update(systems_over(_engine, __name__))
+                from .systems.codistillation import TorchCodistiller
+
+                globals().update(systems_over(TorchCodistiller, _engine, __name__))
         return globals()[name]
     return rest_of(_horovod, name, __name__, "PyTorch")
 

@@ -195,10 +195,10 @@ def _others(seed: int) -> Iterator[Frame]:
         )
     for kind in messages.MessageKind:
         parts = [random.integers(0, 256, size, np.uint8) for size in (0, 9, 64)]
-        message = messages.encode(messages.ServerMessage(kind, 1, 5, parts), 3)
+        message = messages.encode(messages.ServerMessage(kind, 1, 5, parts))
 
         def read(f: np.ndarray) -> tuple[Any, ...]:
-            found = messages.decode(f, 3, "a rank")
+            found = messages.decode(f, "a rank")
             return (np.array([found.kind, found.flag, found.number]), *found.parts)
 
         yield Frame(f"server {kind.name}", message, read)

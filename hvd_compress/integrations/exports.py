@@ -16,12 +16,10 @@ __all__ += ["LGC"]
 __all__ += errors.__all__
 __all__ += methods.__all__
 
-#: what belongs to codistillation in every framework
-OF_CODISTILLATION = ("CoordinatedSampler", "Decay", "Ramp")
 #: training methods and what belongs to them, which drop-ins import when they are asked for
 SYSTEMS = (
-    *(*OF_CODISTILLATION, "Codistillation"),
-    *("DiLoCo", "EASGD", "LeaderSGD", "LocalSGD", "SlowMo", "SparseLoCo"),
-    *("ChocoSGD", "DGD", "Diffusion", "EXTRA", "ExactDiffusion"),
+    *("Codistillation", "Ramp", "WeightDecay"),
+    *("DiLoCo", "EASGD", "LeaderSGD", "LocalSGD", "SparseLoCo"),
+    *("DGD", "Diffusion", "EXTRA", "ExactDiffusion"),
     *("GradientTracking", "LEAD"),
 )

@@ -43,16 +43,15 @@ class learned_allreduce(Learned, name="learned_allreduce"):
     where s is the largest magnitude among the leader's values, sent with the indices.  The factor a
     takes the result as near to the mean of the values as it gets, by a sum of one number.
 
-    Options: ``density``, ``start``, ``rate``, ``settled`` and ``autoencoder``, as for
-    :class:`learned_server`.
+    Options: ``density``, ``start`` and ``rate``, as for :class:`learned_server`.
 
     Reference: the ring-allreduce instance of Abrahamyan et al., TNNLS 2021.
 
     >>> from hvd_compress.blocks import chain
-    >>> via = learned_allreduce(density=0.1, start=5, settled=6)
+    >>> via = learned_allreduce(density=0.1, start=5)
     >>> world, x = World(chain(via=via), size=2), np.sin(np.arange(1000.0))
-    >>> sent = [world.record.bytes_sent for step in range(8) if world.exchange([x, x])]
-    >>> sent[0], sent[7] - sent[6]
+    >>> sent = [world.record.bytes_sent for step in range(10) if world.exchange([x, x])]
+    >>> sent[0], sent[9] - sent[8]
     (904, 176)
     """
 
@@ -105,7 +104,7 @@ class learned_server(Learned, name="learned_server"):
     innovation; s and a_i are numbers of each tensor.
 
     Options:
-        density, start, rate, settled, autoencoder: of training, see :class:`~hvd_compress.LGC`;
+        density, start, rate: of training, see :class:`~hvd_compress.LGC`;
             training ends at ``start``, its ``code``.
         innovation: fraction of the selected values that every rank sends beside the latent.
         decoders: rank i decodes by decoder i modulo their number.
@@ -115,10 +114,10 @@ class learned_server(Learned, name="learned_server"):
     The bytes that rank 0 sends in a step of training, and in one after it; k = 100 float64:
 
     >>> from hvd_compress.blocks import chain
-    >>> via = learned_server(density=0.1, start=5, settled=6)
+    >>> via = learned_server(density=0.1, start=5)
     >>> world, x = World(chain(via=via), size=2), np.sin(np.arange(1000.0))
-    >>> sent = [world.record.bytes_sent for step in range(8) if world.exchange([x, x])]
-    >>> sent[0], sent[7] - sent[6]
+    >>> sent = [world.record.bytes_sent for step in range(10) if world.exchange([x, x])]
+    >>> sent[0], sent[9] - sent[8]
     (904, 64)
     """
 

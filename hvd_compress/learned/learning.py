@@ -19,7 +19,7 @@ from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregation, Aggregator
 from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
-from hvd_compress.config import check_fraction, checked, choice, converted
+from hvd_compress.config import check_fraction, checked, converted
 from hvd_compress.errors import ConfigError, PoorFit
 from hvd_compress.learned.layout import LEAST, first_weights
 from hvd_compress.learned.network import network_of
@@ -37,17 +37,6 @@ _DECAY = 0.9
 _ALIKE, _LOST = 0.05, 0.95
 #: avoids 0 / 0
 _TINY = 1e-30
-
-
-def settled_after(settled: Start | None, start: Start) -> Start:
-    """Return ``settled``, or else a schedule that begins a little later than ``start``: by more
-    than one step, since a non-finite step is undone."""
-    if settled is not None:
-        return as_start(settled)
-    if isinstance(start, After):
-        more = 3 if start.unit == "step" else 1
-        return After(start.unit, start.stage_length + more)
-    return After("step", 3) if start else start
 
 
 class CodedTensor(NamedTuple):
@@ -117,8 +106,8 @@ class Learned(Aggregator):
     ranks take theirs at the same places.  Until ``start`` every rank sends its values to all, which
     make the same step of Adam; from then on, only latents are sent.
 
-    A shared autoencoder codes the elements of all tensors of a dtype and device, end to end in the
-    order of the tensors' names.  Fewer than 31 elements are summed as they are.
+    One autoencoder codes the elements of all tensors of a dtype and device, end to end in the order
+    of the tensors' names.  Fewer than 31 elements are summed as they are.
 
     State, equal on all ranks: ``autoencoder``, ``first_moment``, ``second_moment`` and ``quality``.
     The latter has averages of the mean cosine between the values of two ranks, and of the share of
@@ -126,16 +115,12 @@ class Learned(Aggregator):
     its first step, for which there is no bucket yet, is coded alone.
 
     Results of frameworks may differ between ranks in their last bits, and so may weights.  So all
-    ranks take over those of rank 0 until ``settled``, and decode in NumPy, on the host.
+    ranks take over those of rank 0 in some first steps, and decode in NumPy, on the host.
     """
 
     density: float = checked(check_fraction, 0.001)
     start: Start = dataclasses.field(default=300, metadata=converted(as_start))
     rate: float = checked(check_fraction, 0.003)
-    settled: Start | None = dataclasses.field(
-        default=None, metadata=converted(settled_after, "start")
-    )
-    autoencoder: str = choice("shared", "per_tensor")
 
     keys = ("autoencoder", "first_moment", "second_moment", "quality")
     per_rank = False
@@ -147,31 +132,28 @@ class Learned(Aggregator):
         return top_k(self.density)
 
     @property
-    def _is_shared(self) -> bool:
-        return self.autoencoder == "shared"
+    def _settled(self) -> Start:
+        """The step from which all have the weights of rank 0.  It is later than ``start`` by more
+        than one step, since a non-finite step is undone."""
+        if isinstance(self.start, After):
+            more = 3 if self.start.unit == "step" else 1
+            return After(self.start.unit, self.start.stage_length + more)
+        return After("step", 3) if self.start else False
 
     def fits(self, n: int) -> bool:
-        """Return whether enough of ``n`` elements are selected for the autoencoder, and not all."""
-        return self._least <= count(n, self.density) < n
-
-    @property
-    def _least(self) -> int:
-        return 1 if self._is_shared else LEAST
+        """Return whether some of ``n`` elements are selected, and not all."""
+        return 0 < count(n, self.density) < n
 
     def init(self, x: Array, shape: tuple[int, ...]) -> State:
         n = math.prod(shape)
         if not self.fits(n):
             raise ConfigError(
                 f"density={self.density} takes {count(n, self.density)} of {n} elements, and the "
-                f"autoencoder needs from {self._least} to {n - 1}: leader_top_k() for this tensor"
+                f"autoencoder needs from 1 to {n - 1}: leader_top_k() for this tensor"
             )
-        return {} if self._is_shared else self.untrained(x)
+        return {}
 
     def common(self, x: Array) -> State:
-        return self.untrained(x) if self._is_shared else {}
-
-    def untrained(self, x: Array) -> State:
-        """Return the state before training, of the dtype of ``x``."""
         xp = backend_of(x)
         first = xp.from_numpy(first_weights(self.decoders, self.innovation > 0), x)
         weights = xp.cast(first, xp.dtype(x))
@@ -184,9 +166,6 @@ class Learned(Aggregator):
 
     def aggregate(self, x: Array, state: State, context: Context) -> Aggregation:
         part = CodedTensor(self, x, state, context)
-        if not self._is_shared:
-            (aggregated,) = yield from self._aggregate_all([part])
-            return aggregated
         xp = backend_of(x)
         device = None if xp.traces else str(getattr(x, "device", None))
         kind = xp.dtype(x), device
@@ -201,7 +180,7 @@ class Learned(Aggregator):
         if sum(part.k for part in parts) < LEAST:
             results = yield from _aggregate_values(parts)
         else:
-            state = state or self.untrained(parts[0].x)
+            state = state or self.common(parts[0].x)
             results, state = yield from self._train_or_code(parts, state)
         results[home] = results[home]._replace(state=state)
         return results
@@ -213,13 +192,12 @@ class Learned(Aggregator):
         if not started(self.start, context.step, context.epoch):
             return (yield from self._train(parts, state))
         xp, weights = backend_of(x), state["autoencoder"]
-        late = started(self.settled, context.step, context.epoch)  # type: ignore[arg-type]
+        late = started(self._settled, context.step, context.epoch)
         if not late:
             weights = yield Sum(weights if context.rank == 0 else xp.full_like(weights, 0.0))
         results = yield from self._aggregate_coded(parts, weights)
         rest = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-        too_late = late and self.settled != self.start
-        report = functools.partial(reported, context.name + rest, context.rank, too_late)
+        report = functools.partial(reported, context.name + rest, context.rank, late)
         (quality,) = xp.on_host(report, [state["quality"]], [(xp.dtype(x), 3)], x)
         return results, {**state, "autoencoder": weights, "quality": quality}
 
@@ -312,7 +290,7 @@ def _aggregate_together(parts: list[CodedTensor]) -> Generator[Request, Any, lis
             raise ConfigError(
                 f"{first.context.name} and {parts[i].context.name} share an autoencoder, and their "
                 f"methods differ in more than the density: {first.via!r} and {parts[i].via!r}; "
-                "give them the same options, or one of them autoencoder='per_tensor'"
+                "give them the same options"
             )
     found = yield from first.via._aggregate_all([parts[i] for i in order])
     by_place = dict(zip(order, found, strict=True))
@@ -369,7 +347,7 @@ def reported(name: str, rank: int, late: bool, quality: np.ndarray) -> list[np.n
     if late:
         problem = (
             "all steps in which ranks should take over rank 0's autoencoder had a NaN or Inf, and "
-            "their autoencoders may differ: let there be more of them, settled="
+            "their autoencoders may differ: go back to a checkpoint"
         )
     elif cosine < _ALIKE:
         problem = (

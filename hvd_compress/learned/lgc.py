@@ -13,7 +13,6 @@ from hvd_compress.chain import Chain, chain
 from hvd_compress.config import checked, choice, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.learned.aggregators import learned_allreduce, learned_server
-from hvd_compress.learned.learning import settled_after
 from hvd_compress.meetings import dense_until, leader_top_k
 from hvd_compress.methods.chained import OfVelocities, check_min_size
 from hvd_compress.schedules import After, Start, as_start, started
@@ -35,10 +34,8 @@ class LGC(OfVelocities, name="lgc"):
     Options:
         density, momentum, nesterov, masking, min_size: as in :class:`~hvd_compress.DGC`.
         learn, code: numbers of steps, or ``After("epoch", ...)``; ``learn`` comes first.
-        settled: when all have rank 0's weights; ``None``: three steps or an epoch later.
         via: "allreduce", which averages latents, or "server": the leader's stands for all.
         innovation, decoders: with "server", the part of values sent too, and their number.
-        autoencoder: "shared", one for all tensors, or "per_tensor".
         rate: of the training by Adam, in (0, 1].
         keep: the part of decoding errors that is tried again, in [0, 1].
 
@@ -56,16 +53,12 @@ class LGC(OfVelocities, name="lgc"):
     via: str = choice("allreduce", "server")
     innovation: float = 0.01
     decoders: int | None = None
-    autoencoder: str = "shared"
     rate: float = 0.003
     keep: float = 0.5
     momentum: float | None = None
     nesterov: bool | None = None
     masking: bool = choice(True, False)
     min_size: int = checked(check_min_size, 1024)
-    settled: Start | None = dataclasses.field(
-        default=None, metadata=converted(settled_after, "code")
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,9 +90,7 @@ class LGC(OfVelocities, name="lgc"):
         options: dict[str, Any] = {
             "density": self.density,
             "start": self.code,
-            "settled": self.settled,
             "rate": self.rate,
-            "autoencoder": self.autoencoder,
         }
         return learned_allreduce(**options) if self.via == "allreduce" else self._server(**options)
 

@@ -10,7 +10,7 @@ from hvd_compress.optimizers.lamb import LAMB
 from hvd_compress.optimizers.lars import LARS
 from hvd_compress.optimizers.onebit_adam import OneBitAdam
 from hvd_compress.optimizers.onebit_lamb import OneBitLAMB
-from hvd_compress.optimizers.outer import OuterSGD, slow_momentum
+from hvd_compress.optimizers.outer import OuterSGD
 from hvd_compress.optimizers.scaling import SCALINGS, rate_factor, warmed_up
 from hvd_compress.optimizers.sharpness import SAM
 from hvd_compress.optimizers.zero_one_adam import ZeroOneAdam
@@ -28,6 +28,5 @@ __all__ = [
     "Slot",
     "ZeroOneAdam",
     "rate_factor",
-    "slow_momentum",
     "warmed_up",
 ]

@@ -38,28 +38,3 @@ class OuterSGD(Configurable, kind="outer optimizer", name="sgd"):
         v = moments["velocity"] * self.momentum + d
         direction = d + v * self.momentum if self.nesterov else v
         return x - direction * self.lr, {"velocity": v}
-
-
-def slow_momentum(
-    x: Array, d: Array, u: Array, *, rate: float, lr: float, momentum: float
-) -> tuple[Array, Array]:
-    """Return x and the momentum after the outer step of SlowMo::
-
-        u = momentum u + d / rate
-        x = x - lr rate u
-
-    Args:
-        x: the parameters at which the round began, of any shape; d and u are like it.
-        d: what the ranks moved by since, on average, with the sign of a gradient.
-        u: the momentum; zeros at first.
-        rate: the learning rate of the local step at which the round ends.
-        lr, momentum: alpha, and beta in [0, 1), of the paper.
-
-    Reference: Wang et al., ICLR 2020.
-
-    >>> x, u = np.array([1.0]), np.array([0.0])
-    >>> slow_momentum(x, np.array([0.5]), u, rate=0.1, lr=1.0, momentum=0.5)
-    (array([0.5]), array([5.]))
-    """
-    u = u * momentum + d * (1 / rate)
-    return x - u * (lr * rate), u

@@ -26,7 +26,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor
-from hvd_compress.config import Configurable, check_whole
+from hvd_compress.config import Configurable, numbers
 from hvd_compress.errors import ConfigError
 from hvd_compress.methods import NoCompression
 from hvd_compress.methods.texts import as_fixed
@@ -48,7 +48,7 @@ class Start(NamedTuple):
         arrays: floats of any shape by name, the same names and shapes on all ranks.
         round: counts, from 0, the averages of the same arrays.
 
-    >>> method, x = SlowMo(sync_every=1), {"w": np.zeros(2)}
+    >>> method, x = DiLoCo(sync_every=1), {"w": np.zeros(2)}
     >>> next(method.after_step({"w": x["w"] - 1}, method.init(x), StepContext()))
     Start(arrays={'w': array([1., 1.])}, round=0)
     """
@@ -61,7 +61,7 @@ class Finish(NamedTuple):
     """Wait for what was started, in this step or an earlier one; the reply is the averages by name,
     the same bits on all ranks.
 
-    >>> method, x = SlowMo(sync_every=1), {"w": np.zeros(2)}
+    >>> method, x = DiLoCo(sync_every=1), {"w": np.zeros(2)}
     >>> steps = method.after_step({"w": x["w"] - 1}, method.init(x), StepContext())
     >>> start, finish = next(steps), steps.send(None)
     >>> finish
@@ -141,18 +141,15 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     #: all of the state is this rank's own, and makes sense only as a whole: another rank cannot go
     #: on with it, and it begins anew when other parameters are trained
     state_is_own: ClassVar[bool] = False
-    #: ``before_step`` does something, so gradients must be known before the optimizer steps
-    acts_before: ClassVar[bool] = False
     #: the context needs ``rates``, which must be equal on all ranks
     needs_rates: ClassVar[bool] = False
-    #: a rank with NaN or Inf goes back to parameters without, and the local optimizer has to forget
-    #: what has led there
-    recovers: ClassVar[bool] = False
     #: the method of :class:`Start`
     compression: Compressor = NoCompression()
-    #: what happens to the local optimizer's state of parameters that the ranks have averaged:
-    #: "keep", "average", which sends it without compression, or "reset"
-    buffers: str = "keep"
+
+    @property
+    def acts_before(self) -> bool:
+        """Whether gradients must be known before the optimizer steps."""
+        return type(self).before_step is not TrainingMethod.before_step
 
     @property
     def loss_window(self) -> int:
@@ -209,7 +206,7 @@ def as_training_method(method: Any) -> TrainingMethod:
 
 #: what to do instead of setting an option of ``DistributedOptimizer``
 _INSTEAD = {
-    "compression": "codecs are options of ChocoSGD and LEAD, and compression= one of LocalSGD",
+    "compression": "codecs are options of LEAD, and compression= one of LocalSGD",
     "backward_passes_per_step": "gradients add up until step(), however many passes there are",
 }
 
@@ -262,40 +259,19 @@ def checked_compression(
     return method
 
 
-def checked_groups(groups: Any, otherwise: str = "those of the nodes") -> Groups | int | None:
-    """Return an option ``groups`` as tuples, or the number of ranks that make a group, or ``None``,
-    which stands for ``otherwise``."""
-    if groups is None:
-        return None
-    if isinstance(groups, int) and not isinstance(groups, bool):
-        check_whole("groups", groups, 1)
-        return groups
-    try:
-        found = tuple(tuple(int(rank) for rank in group) for group in groups)
-    except (TypeError, ValueError):
-        found = ()
-    ranks = sorted(rank for group in found for rank in group)
-    if not ranks or ranks != list(range(len(ranks))) or not all(found):
-        raise ConfigError(
-            f"groups must be None for {otherwise}, the number of ranks of a group, or "
-            f"lists with every rank once, such as [[0, 1], [2, 3]]; got {groups!r}"
-        )
-    return found
+check_groups = numbers(
+    "the number of ranks of a group, or None", lambda n: n >= 1, whole=True, optional=True
+)
 
 
-def groups_of(groups: Groups | int, size: int) -> Groups:
-    """Divide a number of ranks into groups; if a number of ranks is given, the last group may have
-    fewer.
+def groups_of(in_group: int, size: int) -> Groups:
+    """Divide a number of ranks into groups of so many; the last one may have fewer.
 
     >>> groups_of(2, 5)
     ((0, 1), (2, 3), (4,))
     """
-    if isinstance(groups, int):
-        ranks = range(size)
-        return tuple(tuple(ranks[first : first + groups]) for first in range(0, size, groups))
-    if sum(map(len, groups)) != size:
-        raise ConfigError(f"groups={groups} are not of {size} ranks")
-    return groups
+    ranks = range(size)
+    return tuple(tuple(ranks[first : first + in_group]) for first in range(0, size, in_group))
 
 
 def widened(x: Array) -> Array:

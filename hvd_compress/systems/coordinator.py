@@ -1,12 +1,12 @@
-"""A training method on one rank: what it does around local steps, by an :class:`.Owner`."""
+"""A training method on one rank: what it does around local steps."""
 
 from __future__ import annotations
 
 import functools
 import socket
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
+from typing import Any, TypeVar
 
 from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
@@ -25,20 +25,20 @@ from hvd_compress.systems.base import (
     Mean,
     Request,
     Start,
-    State,
     StepContext,
     TrainingMethod,
     as_training_method,
 )
 from hvd_compress.systems.owner import Exchange, Owner
 
-#: the key of averages that came in
-_MEANS = "means"
+T = TypeVar("T")
+#: the key, in a checkpoint, of averages that have come in and were not used yet
+_ARRIVED = "arrived"
 #: the record of messages that belong to no single parameter
 _COMMON = "(all)"
 
 
-class Coordinator:
+class Coordinator(Owner):
     """Runs a training method on this rank, over an engine, around the local step of a loop::
 
         x = coordinator.before_step(x)
@@ -71,36 +71,25 @@ class Coordinator:
     ) -> None:
         self.method = method = as_training_method(method)
         method.check_ranks(engine.size)
-        self.owner = Owner("training", lambda: self.reducer.engine, self.terms, like)
+        super().__init__("training", like)
         self._losses: deque[Any] = deque(maxlen=max(method.loss_window, 1))
         self._reported = 0  # the step whose loss came last
         self._shapes: dict[str, tuple[int, ...]] | None = None
         self._start: list[str] | None = None  # of a state that no ranks have compared yet
         self._rates: Mapping[str, float] = {}
-        self._like = like
         self._consolidated: tuple[int, dict[str, Any]] | None = None
         self._has_begun = False  # before_step was called and after_step was not
-        self._sent = _SentStore(self)
+        self._is_in_flight = False  # averages are
+        self._arrived: Arrays = {}  # averages that came in before the method asked for them
+        self._sent = _SentStore(self, like)
         self.reducer = Reducer(
             method.compression, engine, store=self._sent, seed=seed, same_order=True
         )
         self.reducer.method.bind(self.reducer)
 
     @property
-    def step(self) -> int:
-        """The number of local steps so far."""
-        return self.owner.step
-
-    @property
-    def exchanges(self) -> int:
-        """The number of steps so far in which ranks exchanged something.  Averages to be tested
-        (:meth:`consensus`) are no step; only their bytes are counted."""
-        return self.owner.exchanges
-
-    @property
-    def state(self) -> State:
-        """The method's state."""
-        return self.owner.state
+    def engine(self) -> Engine:  # type: ignore[override]
+        return self.reducer.engine
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -143,9 +132,10 @@ class Coordinator:
         if not self._has_begun:
             raise ConfigError("call before_step(parameters) before the local step")
         result = self._stepped(self.method.after_step, parameters)
-        self.owner.step += 1
+        self.step += 1
         self._has_begun = False
-        self.owner.poll()
+        if self._is_in_flight:
+            self.engine.poll()
         return result
 
     def consensus(self, parameters: Arrays) -> Arrays:
@@ -162,17 +152,14 @@ class Coordinator:
         Their part of the method's state, such as an anchor, and of the compression's residuals is
         forgotten, since others may change them meanwhile.
         """
-        self.owner.bring_in()
+        self.bring_in()
         result = self._driven(self.method.consensus(parameters, self.state), is_step=False)
-        self.owner.forget(parameters)
+        self.state = {key: _without(parameters, arrays) for key, arrays in self.state.items()}
+        self._arrived = _without(parameters, self._arrived)
         self._sent.forget(parameters)
-        self._shapes = {n: x for n, x in (self._shapes or {}).items() if n not in parameters}
+        self._shapes = _without(parameters, self._shapes or {})
         self._consolidated = None
         return result
-
-    def average(self, arrays: Arrays) -> Arrays:
-        """Return the mean of each array over the ranks.  A collective."""
-        return self._answer(Mean(arrays))
 
     def set_epoch(self, epoch: float) -> None:
         """Announce the epoch, for compressions with schedules by epoch."""
@@ -181,10 +168,9 @@ class Coordinator:
     def stats(self) -> Stats:
         """Return the exact bytes so far, by parameter and in total; ``steps`` are exchanges."""
         found = self.reducer.stats()
-        record = self.owner.record
-        if not record.bytes_sent + record.bytes_received:
+        if not self.record.bytes_sent + self.record.bytes_received:
             return found
-        return Stats({**found.layers, _COMMON: record}, found.times)
+        return Stats({**found.layers, _COMMON: self.record}, found.times)
 
     def _follow(self, parameters: Arrays) -> None:
         """Make a state for parameters that are new."""
@@ -193,7 +179,7 @@ class Coordinator:
             return
         fresh = self.method.init(parameters)
         if self.method.state_is_own and any(x.keys() != shapes.keys() for x in self.state.values()):
-            self.owner.state = {}
+            self.state = {}
         for key, arrays in fresh.items():
             own = self.state.setdefault(key, {})
             for name, x in arrays.items():
@@ -209,14 +195,14 @@ class Coordinator:
     def _stepped(self, function: Callable[..., Any], parameters: Arrays) -> Arrays:
         context = StepContext(
             self.step + 1,
-            self.owner.engine.rank,
-            self.owner.engine.size,
+            self.engine.rank,
+            self.engine.size,
             tuple(self._losses) if self.method.loss_window else (),
             self._rates,
             socket.gethostname(),
-            self.owner.like,
+            self._like,
         )
-        result, self.owner.state = self._driven(function(parameters, self.state, context))
+        result, self.state = self._driven(function(parameters, self.state, context))
         return result
 
     # -- exchanges ---------------------------------------------------------------------------
@@ -227,15 +213,14 @@ class Coordinator:
             try:
                 request = steps.send(reply)
             except StopIteration as stop:
-                self.owner.exchanges += has_met and is_step
-                self.owner.record.steps += has_met_plainly and is_step
+                self.exchanges += has_met and is_step
+                self.record.steps += has_met_plainly and is_step
                 return stop.value
             has_met |= not isinstance(request, Finish)
             has_met_plainly |= not isinstance(request, Start | Finish)
             reply = self._answer(request)
 
     def _answer(self, request: Request) -> Any:
-        owner = self.owner
         if isinstance(request, Start):
             self.reducer.step = request.round
             try:
@@ -243,34 +228,35 @@ class Coordinator:
             except BaseException:  # the next step may begin an exchange all the same
                 self.reducer.abandon()
                 raise
-            owner.expect(self._means)
+            self._is_in_flight = True
             return None
+        self.bring_in()  # an engine finishes all that is in flight
         if isinstance(request, Finish):
             # Nothing, if it would have begun before a restart, or has not with other options.
-            return owner.arrived().get(_MEANS, {})
-        owner.bring_in()  # an engine finishes all that is in flight
-        before = owner.record.bytes_sent
+            found, self._arrived = self._arrived, {}
+            return found
+        record, before = self.record, self.record.bytes_sent
         if isinstance(request, Mean):
             shapes = [(name, backend_of(x).shape(x)) for name, x in request.arrays.items()]
-            owner.agree(**{"average of": listed(shapes)})
+            self._agree(**{"average of": listed(shapes)})
             reply = self.reducer.average(request.arrays)
             sent = sum(int(x.nbytes) for x in request.arrays.values())
-            owner.record.bytes_sent += sent
-            owner.record.bytes_received += sent if owner.engine.size > 1 else 0
+            record.bytes_sent += sent
+            record.bytes_received += sent if self.engine.size > 1 else 0
         else:
-            owner.agree()
-            reply = owner.ask(_alone(request))
+            self._agree()
+            reply = self._ask(_alone(request))
         self._start = None
-        owner.record.dense_bytes += owner.record.bytes_sent - before
+        record.dense_bytes += record.bytes_sent - before
         return reply
 
-    def _means(self) -> State:
-        found = {_MEANS: self.reducer.finish()}
-        self._start = None
-        return found
+    def bring_in(self) -> None:
+        """Wait for averages that are in flight, before the method asks for them."""
+        if self._is_in_flight:
+            self._arrived, self._is_in_flight = self.reducer.finish(), False
+            self._start = None
 
     def terms(self) -> Terms:
-        """Return what must be the same on all ranks, as text."""
         rates = sorted(self._rates.items()) if self.method.needs_rates else []
         starts = {WEIGHTS_AT_START: self._start} if self._start else {}
         return {
@@ -286,7 +272,7 @@ class Coordinator:
     def consolidate(self) -> None:
         """Prepare a :meth:`state_dict` that every rank may load: wait for what is under way, and
         average the residuals of the compression.  This is a collective."""
-        self.owner.bring_in()
+        self.bring_in()
         self._consolidated = self.step, self.reducer.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
@@ -299,7 +285,7 @@ class Coordinator:
         Raises:
             ConfigError: an exchange is under way.
         """
-        if self.owner.is_in_flight:
+        if self._is_in_flight:
             raise ConfigError(
                 "an exchange is under way: call consolidate_state_dict() on every rank before "
                 "state_dict()"
@@ -308,8 +294,9 @@ class Coordinator:
         is_mean = step == self.step
         if not is_mean:
             compression = self.reducer.state_dict(consolidate=False)
-        return self.owner.state_dict(
-            consolidated=is_mean,
+        return self._saved(
+            {**self.state, **({_ARRIVED: self._arrived} if self._arrived else {})},
+            is_mean,
             training=self.method.to_config(),
             losses=[float(loss) for loss in self._losses],
             compression=compression,
@@ -320,7 +307,7 @@ class Coordinator:
         round."""
         self.reducer.abandon()
         self._sent.forget(list(self._sent.states))
-        self.owner.restart()
+        self.state, self._is_in_flight, self._arrived = {}, False, {}
         self._shapes, self._start, self._consolidated = None, None, None
 
     def load_state_dict(
@@ -336,24 +323,26 @@ class Coordinator:
                 damaged; then nothing has changed.
         """
         shapes = self._shapes if parameters is None else _shapes_of(parameters)
-        saved = self.owner.read(state_dict, functools.partial(_check, shapes or {}))
+        saved = self._read(state_dict, functools.partial(_check, shapes or {}))
         name = entry(entry(state_dict, "training", Mapping), "training", str)
         if name != self.method.name:
             raise refused(f"it is of {name}, and the training method here is {self.method.name}")
         if self.method.state_is_own and saved.state and not saved.is_own:
-            engine, saver = self.owner.engine, saved.header
+            engine, saver = self.engine, saved.header
             raise refused(
                 f"it is of rank {saver.rank} of {saver.size}, and this is rank {engine.rank} of "
                 f"{engine.size}: the state of {name} is each rank's own. Save and load it on "
                 "every rank; or take the entry 'training' out, and the method begins anew, best "
-                "from parameters that average_parameters() has made equal"
+                "after optimizer.synchronize_parameters()"
             )
         losses = entry(state_dict, "losses", (list, tuple))
         if not all(map(is_number, losses)):
             raise refused(f"'losses' is {losses!r} where numbers were expected")
         compression = entry(state_dict, "compression", Mapping)
         self.reducer.load_state_dict(compression)
-        self.owner.restore(saved, own=self.method.per_rank)
+        state = saved.state if saved.is_own else _without(self.method.per_rank, saved.state)
+        self._arrived, self._is_in_flight = state.pop(_ARRIVED, {}), False
+        self.state, self.step = state, saved.header.step
         self._losses.clear()
         self._losses.extend(losses if saved.is_own else ())
         is_mean, step = saved.header.consolidated, saved.header.step
@@ -366,15 +355,15 @@ class _SentStore(MemoryStore):
 
     set_epoch_call = "optimizer.training.set_epoch(epoch)"
 
-    def __init__(self, owner: Coordinator) -> None:
+    def __init__(self, owner: Coordinator, like: Array) -> None:
         super().__init__()
-        self._owner = owner
+        self._owner, self._like = owner, like
 
     def terms(self, own: Terms) -> Terms:
         return {**self._owner.terms(), "seed": own["seed"], "epoch": own["epoch"]}
 
     def for_messages(self, like: Array) -> Array:
-        return like if self._owner._like is None else self._owner._like
+        return like if self._like is None else self._like
 
     def forget(self, names: Iterable[str]) -> None:
         """Forget what of these tensors has not been sent yet."""
@@ -394,6 +383,10 @@ def _check(shapes: Mapping[str, tuple[int, ...]], key: str, arrays: Arrays) -> N
             raise refused(
                 f"{key!r} of {name!r} has shape {shape}, and the parameter {shapes[name]}"
             )
+
+
+def _without(names: Container[str], arrays: Mapping[str, T]) -> dict[str, T]:
+    return {name: x for name, x in arrays.items() if name not in names}
 
 
 def _alone(request: Collective) -> Exchange:

@@ -8,7 +8,6 @@ import pytest
 from hvd_compress import (
     DGC,
     EF21,
-    LGC,
     After,
     ConfigError,
     OneBitAdamCompression,
@@ -39,7 +38,6 @@ from hvd_compress.blocks import (
     top_k,
 )
 from hvd_compress.chain import Chain
-from hvd_compress.config import Configurable, converted
 
 BY_EPOCH = StagedWarmup("epoch")
 
@@ -49,20 +47,8 @@ def test_options_convert_themselves():
     assert OneBitAdamCompression(freeze_step=True).freeze_step is True
     assert rounding(levels=[1.0, 2.0]).levels == (1.0, 2.0)
     assert Chain([error_feedback()], allgather()) == chain(error_feedback(), via=allgather())
-    # One option after another, in their order.
-    assert LGC(code=20, learn=10).settled == After("step", 23)
-    assert LGC(code=20, learn=10, settled=40).settled == After("step", 40)
     with pytest.raises(ConfigError, match="start must be"):
         dataclasses.replace(PowerSGD(start=3), start=-1)
-
-
-def test_converters_see_the_options_they_name():
-    @dataclasses.dataclass(frozen=True)
-    class Pair(Configurable, kind="test"):
-        first: int = dataclasses.field(default=1, metadata=converted(abs))
-        second: int = dataclasses.field(default=2, metadata=converted(max, "first"))
-
-    assert Pair(-5) == Pair(5, 5)
 
 
 @pytest.mark.parametrize(

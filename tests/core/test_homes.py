@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from hvd_compress import LGC, Compressor, ConfigError, Outcome, partition, rule
+from hvd_compress import LGC, Compressor, ConfigError, Outcome, partition
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.reduce import Reducer
@@ -217,13 +217,6 @@ def test_methods_that_share_must_agree():
     for method, is_fine in (
         (partition(("first", dataclasses.replace(LEARNED, density=0.1)), otherwise=LEARNED), True),
         (partition(("first", other), otherwise=LEARNED), False),
-        (
-            partition(
-                rule(dataclasses.replace(other, autoencoder="per_tensor"), names="first"),
-                otherwise=LEARNED,
-            ),
-            True,
-        ),
     ):
         if is_fine:
             world_steps(method, 6)

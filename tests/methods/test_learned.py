@@ -10,7 +10,6 @@ import tensorflow as tf
 import torch
 
 from hvd_compress import LGC, After, ConfigError, Context, Gather, PoorFit, Sum
-from hvd_compress.advisor.shapes import resnet50
 from hvd_compress.blocks import chain, fading_memory, top_k
 from hvd_compress.engines.joining import Member, alone, joined
 from hvd_compress.engines.lockstep import World, run
@@ -56,14 +55,9 @@ def alike(step, n=2000, ranks=3, noise=0.3):
 # -- the network -------------------------------------------------------------------------------
 
 
-def test_numbers_that_resnet50_has_in_autoencoders():
-    gradients = [np.zeros(shape, np.float32) for shape in resnet50().values()]
-    common = LGC().common(gradients[0])
+def test_numbers_of_the_autoencoder_and_its_moments():
+    common = LGC().common(np.zeros((40, 50), np.float32))
     assert (common["autoencoder"].size, sum(x.size for x in common.values())) == (216677, 650034)
-    states = [LGC(autoencoder="per_tensor").init(gradient) for gradient in gradients]
-    coded = [state for state in states if "autoencoder" in state]
-    numbers = sum(state[key].size for state in coded for key in common)
-    assert (len(coded), numbers) == (46, 29901564)
 
 
 def test_lengths_by_hand():
@@ -484,7 +478,7 @@ def test_an_autoencoder_that_was_not_taken_over_is_noticed():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PoorFit)
             assert np.isnan(world.exchange(spoilt)[0].mean).any()
-    with pytest.warns(PoorFit, match="take over rank 0's .* settled="):
+    with pytest.warns(PoorFit, match="take over rank 0's"):
         world.exchange(alike(6))
 
 
@@ -512,9 +506,9 @@ def test_a_rate_that_leads_nowhere_keeps_the_weights_finite():
 @pytest.mark.parametrize(("way", "turn"), [("allreduce", 0), ("server", 0), ("server", 1)])
 @pytest.mark.parametrize("place", [20, -9])
 def test_damage_is_noticed(way, turn, place):
-    method = chain(via=WAYS[way](0.1, start=0, settled=0))
+    method = chain(via=WAYS[way](0.1, start=0))
     exchanges = [
-        alone(method.exchange(x, method.init(x), Context(rank=rank, size=3)))
+        alone(method.exchange(x, method.init(x), Context(rank=rank, size=3, step=3)))
         for rank, x in enumerate(alike(0))
     ]
     payloads = [next(exchange).payload for exchange in exchanges]
@@ -539,11 +533,6 @@ def test_damage_is_noticed(way, turn, place):
         (lambda: LGC(keep=1.5), "keep must be in"),
         (lambda: LGC(min_size=-1), "min_size must be"),
         (lambda: fading_memory(-1), "keep must be in"),
-        (lambda: LGC(autoencoder="none"), "autoencoder must be one of 'shared', 'per_tensor'"),
-        (
-            lambda: learned_allreduce(0.1, autoencoder="per_tensor").init(np.zeros(10), (10,)),
-            "takes 1 of 10 elements, and the autoencoder needs from 31 to 9",
-        ),
         (lambda: learned_allreduce(1.0).init(np.zeros(10), (10,)), "takes 10 of 10 elements"),
     ],
 )

@@ -13,7 +13,6 @@ from hvd_compress.optimizers import (
     Now,
     OuterSGD,
     rate_factor,
-    slow_momentum,
     warmed_up,
 )
 
@@ -74,8 +73,6 @@ def test_outer_steps_by_hand():
     x, d = np.array([1.0]), np.array([0.5])
     new, state = OuterSGD(0.5, 0.5, nesterov=True).stepped(x, d, {"velocity": np.array([1.0])})
     assert (state["velocity"].item(), new.item()) == (1.0, 0.5)  # 1 - 0.5 (0.5 + 0.5 * 1)
-    new, u = slow_momentum(x, d, np.array([1.0]), rate=0.25, lr=2.0, momentum=0.5)
-    assert (u.item(), new.item()) == (2.5, -0.25)  # 0.5 + 0.5 / 0.25;  1 - 2 * 0.25 * 2.5
 
 
 def test_sam_by_hand():

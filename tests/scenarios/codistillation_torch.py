@@ -151,11 +151,11 @@ def what_rank_0_saved_gives_others_the_step_alone() -> None:
 @applies(least=2)
 def groups_train_data_parallel() -> None:
     last = hvd.size() - 1
-    groups = [list(range(last)), [last]]
-    sets = [hvd.add_process_set(hvd.ProcessSet(ranks)) for ranks in groups]
+    ranks = list(range(hvd.size()))
+    sets = [hvd.add_process_set(hvd.ProcessSet(own)) for own in (ranks[:last], ranks[last:])]
     mine = sets[hvd.rank() == last]
     model = make_model(int(hvd.rank() == last))
-    codistillation = hvd.Codistillation(model, groups=groups, every=2, burn_in=1, weight=0.5)
+    codistillation = hvd.Codistillation(model, groups=last, every=2, burn_in=1, weight=0.5)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), LR), compression="none", process_set=mine
     )
@@ -175,8 +175,6 @@ def groups_train_data_parallel() -> None:
     assert not torch.equal(everyone[0], everyone[last])
     for process_set in sets:
         hvd.remove_process_set(process_set)
-    places = 1 if hvd.rank() == last else last
-    assert len(list(codistillation.sampler(3 * hvd.size(), seed=1))) == 3 * hvd.size() // places
 
 
 def weight_decay_follows_its_schedule() -> None:

@@ -75,11 +75,6 @@ def optimizers_and_options_that_do_not_fit() -> None:
         ),
         (
             UnsupportedError,
-            lambda: hvd.DistributedOptimizer(_sgd(), method=hvd.LocalSGD(buffers="average")),
-            "buffers='average'",
-        ),
-        (
-            UnsupportedError,
             lambda: hvd.DistributedOptimizer(scaled, method=hvd.LocalSGD()),
             "loss scaling",
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import warnings
 from typing import Any
@@ -12,25 +11,23 @@ import numpy as np
 import torch
 
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
-from hvd_compress.systems import Ranks, graphs, rounds
+from hvd_compress.systems import graphs, rounds
 from hvd_compress.systems.graphs import l1, simulate
 from tests.scenarios import applies
 from tests.scenarios.common import (
-    LR,
     assert_close,
     assert_same_everywhere,
     loss_of,
     make_model,
     sgd,
 )
-from tests.scenarios.driver import barrier, hvd, is_mpi, raises
-from tests.scenarios.systems import METHODS
+from tests.scenarios.driver import barrier, hvd, raises
 
 GRAPHS = (
     *(hvd.Diffusion("line"), hvd.DGD("star"), hvd.EXTRA("cycle")),
     *(hvd.ExactDiffusion("line"), hvd.GradientTracking("exponential")),
     *(hvd.GradientTracking("one_peer"), hvd.GradientTracking("line")),
-    *(hvd.ChocoSGD("line"), hvd.LEAD("cycle"), hvd.LEAD("line", codec=None, prox=l1(0.01))),
+    *(hvd.LEAD("cycle"), hvd.LEAD("line", codec=None, prox=l1(0.01))),
     *(hvd.ExactDiffusion("line", prox=l1(0.01)), hvd.EXTRA("cycle", prox=l1(0.01))),
 )
 D, RATE = 7, 0.125  # a product with a power of two has no rounding
@@ -81,48 +78,6 @@ def every_graph_gives_the_bits_of_the_simulation() -> None:
             step()
         expected = simulate(method, lambda rank, x, _: x - targets[rank], _points(1), 6, RATE)
         np.testing.assert_array_equal(x.detach().numpy(), expected[hvd.rank()])
-
-
-def _models_of_all_ranks(method: Any, steps: range, make: Any) -> list[Any]:
-    """Trained in this process by plain optimizers and the lockstep world."""
-    world = Ranks(method, hvd.size())
-    models = [make_model() for _ in range(hvd.size())]
-    optimizers = [make(model) for model in models]
-    rates = {name: LR for name, _ in models[0].named_parameters()}
-
-    @torch.no_grad()
-    def moved(function: Any, **known: Any) -> None:
-        before = [{n: p.detach().clone() for n, p in m.named_parameters()} for m in models]
-        for model, after in zip(models, function(before, **known), strict=True):
-            for name, p in model.named_parameters():
-                p.copy_(after[name])
-
-    for step in steps:
-        losses = []
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss = loss_of(model, rank, step)
-            loss.backward()
-            losses.append(loss.item())
-        moved(world.before_step, losses=losses, rates=rates)
-        for optimizer in optimizers:
-            optimizer.step()
-        moved(world.after_step)
-    return models
-
-
-def local_optimizers_take_the_steps_of_the_lockstep_world() -> None:
-    """They take turns; bit for bit, unless Horovod adds in an order of its own."""
-    makers = (
-        lambda model: sgd(model, nesterov=True, weight_decay=0.01),
-        lambda model: torch.optim.AdamW(model.parameters(), LR),
-    )
-    for method, make in zip(METHODS, itertools.cycle(makers), strict=False):
-        model = make_model()
-        _train(model, _distributed(method, model, make(model)), range(9))
-        expected = _models_of_all_ranks(method, range(9), make)[hvd.rank()]
-        is_exact = is_mpi or isinstance(method, graphs.DecentralizedMethod)
-        assert_close(model, expected, *((0, 0) if is_exact else ()))
 
 
 def a_broadcast_lets_all_ranks_begin_anew() -> None:
@@ -217,38 +172,6 @@ def a_leader_is_chosen_by_loss() -> None:
         return loss
 
     assert optimizer.step(closure).item() > 0
-
-
-def momentum_may_be_averaged_or_reset() -> None:
-    for buffers in ("average", "reset", "keep"):
-        model = make_model()
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model), method=hvd.LocalSGD(sync_every=2, buffers=buffers)
-        )
-        _train(model, optimizer, range(4))
-        found = [optimizer.state.get(p, {}).get("momentum_buffer") for p in model.parameters()]
-        assert_same_everywhere(model)
-        if buffers == "reset":
-            assert found == [None] * len(found)
-        elif buffers == "average":
-            assert_same_everywhere(found)
-        elif hvd.size() > 1:
-            with raises(AssertionError, "diverged"):
-                assert_same_everywhere(found)
-
-
-@applies(least=2)  # one rank has nobody who lacks anything
-def averaged_buffers_are_there_on_all_ranks() -> None:
-    """The error names what is missing when some ranks alone had a gradient of a parameter."""
-    model = make_model()
-    optimizer = _distributed(rounds.LocalSGD(sync_every=2, buffers="average"), model)
-    with raises(MismatchError, "got no gradient there"):
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, hvd.rank(), step).backward()
-            if hvd.rank() == 1:
-                next(model.parameters()).grad = None
-            optimizer.step()
 
 
 def a_frozen_parameter_is_the_same_everywhere_and_begins_anew() -> None:
@@ -365,7 +288,7 @@ def a_checkpoint_of_one_rank_serves_all() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.consolidate_state_dict()
-        assert optimizer.state_dict()["training"]["arrived"]
+        assert optimizer.state_dict()["training"]["state"]["arrived"]
         again = _distributed(method, other)
         own = optimizer.state_dict() if hvd.rank() == 0 else None
         again.load_state_dict(hvd.broadcast_object(own, 0, name="checkpoint"))
@@ -390,7 +313,7 @@ def a_checkpoint_of_another_rank_is_refused_if_it_has_a_state() -> None:
     for change in ({"size": size + 1}, {"rank": (rank + 1) % (size + 1), "size": size + 1}):
         saved["training"] = {**entry, **change}
         before = copy.deepcopy(optimizer.state_dict())["training"]
-        with raises(ConfigError, "average_parameters"):
+        with raises(ConfigError, "synchronize_parameters"):
             optimizer.load_state_dict(saved)
         now = optimizer.state_dict()["training"]
         assert now["step"] == before["step"]
@@ -398,9 +321,9 @@ def a_checkpoint_of_another_rank_is_refused_if_it_has_a_state() -> None:
             assert torch.equal(x, now["state"]["correction"][name])
     # What the message says helps.
     del saved["training"]
-    hvd.average_parameters(model.parameters())
     optimizer.load_state_dict(saved)
-    assert optimizer.training.state == {}
+    optimizer.synchronize_parameters()
+    assert_same_everywhere(model)
     _train(model, optimizer, range(2, 4))
 
 
@@ -415,46 +338,6 @@ def ranks_that_begin_apart_can_still_be_made_equal() -> None:
     optimizer.load_state_dict(sgd(model, nesterov=True).state_dict())
     _train(model, optimizer, range(1, 6))
     assert_same_everywhere(model)
-
-
-def statistics_of_batch_norm_are_those_of_all_data() -> None:
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1), method=hvd.LocalSGD()
-    )
-    everything = [
-        torch.randn(4, 3, generator=torch.Generator().manual_seed(r)) + r for r in range(9)
-    ]
-    optimizer.update_batch_norm(model, [everything[hvd.rank()]])
-    used = torch.stack(everything[: hvd.size()])
-    torch.testing.assert_close(model[0].running_mean, used.flatten(0, 1).mean(0))
-    spread = used.mean(1).var(0, unbiased=False)
-    torch.testing.assert_close(model[0].running_var, used.var(1).mean(0) + spread)
-    assert_same_everywhere([model[0].running_mean, model[0].running_var])
-
-
-def the_average_of_parameters() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).double()
-    with torch.no_grad():
-        for x in model.state_dict().values():
-            x.fill_(hvd.rank())
-    hvd.average_parameters(model.state_dict())
-    mean = (hvd.size() - 1) / 2
-    for name, x in model.state_dict().items():
-        expected = hvd.size() - 1 if name.endswith("tracked") else mean
-        assert (x == expected).all(), name
-    z = torch.full((2,), complex(1.5, hvd.rank()))
-    hvd.average_parameters([z])
-    assert z.tolist() == [complex(1.5, mean)] * 2
-    x = torch.full((3,), 1.0 + hvd.rank(), dtype=torch.bfloat16)
-    hvd.average_parameters([x, torch.empty(0)])
-    assert (x == torch.tensor(1 + mean, dtype=torch.bfloat16)).all()
-    half = torch.nn.Linear(2, 2)
-    hvd.average_parameters(half.named_parameters())
-    assert_same_everywhere(half)
-    for wrong in (x, 3, ["x"]):
-        with raises(ConfigError, "model.state_dict"):
-            hvd.average_parameters(wrong)
 
 
 def types_of_parameters_may_be_mixed() -> None:
@@ -495,6 +378,5 @@ def ranks_of_a_set_have_a_graph_of_their_own() -> None:
             loss_of(alone, hvd.rank(), step).backward()
             inner.step()
         assert_close(model, alone, rtol=0, atol=0)
-    hvd.average_parameters(model.parameters(), process_set=some)
     barrier()
     hvd.remove_process_set(some)

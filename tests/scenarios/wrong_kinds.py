@@ -20,7 +20,7 @@ INNER = {
     *("begin", "bind", "exchange_gradients", "take", "velocity_factor", "load_users_state_dict"),
     *("after_step", "average", "before_step", "consensus", "freeze", "restart", "update"),
     *("compression_options", "expect_scale", "confirm_scale", "formula_of"),
-    *("take_scale", "repaired", "update_batch_norm"),
+    *("take_scale", "repaired"),
 }
 
 

@@ -21,7 +21,6 @@ def test_kendall_by_hand():
     assert measures.kendall_tau([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 3)
     assert measures.kendall_tau([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / 3)  # a tie agrees not
     assert measures.kendall_tau([5, 5], [1, 2]) == 0
-    assert math.isnan(measures.kendall_tau([5, 5], [1, 2], "b"))
     for bad in (([1], [1]), ([1, 2], [1, 2, 3])):
         with pytest.raises(ConfigError):
             measures.kendall_tau(*bad)
@@ -29,10 +28,7 @@ def test_kendall_by_hand():
 
 def test_kendall_is_scipys():
     random = np.random.default_rng(0)
-    for levels in (3, 1000):
-        x, y = random.integers(levels, size=(2, 40))
-        assert measures.kendall_tau(x, y, "b") == pytest.approx(kendalltau(x, y).statistic)
-    x, y = random.random((2, 40))  # without ties a is b
+    x, y = random.random((2, 40))  # without ties, with which it differs
     assert measures.kendall_tau(x, y) == pytest.approx(kendalltau(x, y).statistic)
 
 
@@ -88,20 +84,6 @@ def test_scores_are_those_of_one_after_the_other():
     assert found.least_information == min(found.information, *given, found.given_two)
     with pytest.raises(ConfigError, match="one value for each run"):
         measures.scores(GRID, measure, gap[1:])
-
-
-def test_oracles_and_random_ones():
-    gap = np.random.default_rng(1).random(18)
-    scores = []
-    for measure in (
-        measures.noisy_oracle(gap, 0.0),
-        measures.noisy_oracle(gap, 0.1),
-        measures.random_measure(18),
-    ):
-        scores.append(measures.kendall_tau(measure, gap))
-    assert scores[0] == 1
-    assert 1 > scores[1] > abs(scores[2])
-    assert measures.canonical_ordering([1, 2], -1).tolist() == [-1, -2]
 
 
 def test_bounds_by_hand():

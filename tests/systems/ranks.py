@@ -167,16 +167,16 @@ class _OnThreads:
 
     def counted(self):
         """Return what each rank says that it has sent, and what it has."""
-        self._bring_in()
+        self.bring_in()
         said = [owner.stats().total.bytes_sent for owner in self.owners]
         return said, [engine.sent for engine in self.engines]
 
-    def _bring_in(self):
-        self._meeting.run(lambda rank: self.owners[rank].owner.bring_in())
+    def bring_in(self):
+        """Wait for what is in flight."""
 
     def resumed(self):
         """Return ranks that go on from the checkpoints of these."""
-        self._bring_in()
+        self.bring_in()
         again = type(self)(self.method, self.size, names=tuple(self.x[0]))
 
         def work(rank):
@@ -204,6 +204,9 @@ class Trained(_OnThreads):
         super().freeze(*names)
         self.kept = self._meeting.run(lambda rank: self.owners[rank].freeze(self.kept[rank]))
         return self.frozen()
+
+    def bring_in(self):
+        self._meeting.run(lambda rank: self.owners[rank].bring_in())
 
     def tested(self):
         """Return what would be tested, by rank."""

@@ -13,7 +13,6 @@ from hvd_compress.systems.rounds import (
     LeaderSGD,
     LocalSGD,
     OuterSGD,
-    SlowMo,
     SparseLoCo,
 )
 from hvd_compress.systems.servers import Rules
@@ -90,7 +89,6 @@ def _served(mode: str = "sync", **options: Any) -> Row:
 ROUNDS = (
     _local(2, start=2),
     dataclasses.replace(_local(2, compression=TOP_K), equal_after=2, starts_equal=True, alone=None),
-    _outer(SlowMo(sync_every=2, momentum=0.3)),
     _outer(DiLoCo(sync_every=2)),
     _outer(DiLoCo(sync_every=2, compression="linear")),
     _outer(DiLoCo(sync_every=2, compression="powersgd:rank=1,min_compression_rate=1")),
@@ -98,7 +96,6 @@ ROUNDS = (
     _outer(SparseLoCo(sync_every=2, density=0.5)),
     _leaders(),
     _leaders(groups=2),
-    _leaders(groups=((0, 3), (1, 2))),
     _leaders(groups=1),
     *(Row(EASGD(sync_every=2, **more), starts_equal=True) for more in ({}, {"compression": TOP_K})),
 )
@@ -107,7 +104,7 @@ TEACHERS = (
     _taught("predictions"),
     _taught("predictions", every=3, burn_in=1),
     _taught("checkpoints", every=1),
-    _taught("checkpoints", every=4, delay=2, weight=0.5),
+    _taught("checkpoints", every=4, weight=0.5),
 )
 SERVERS = (
     _served(),

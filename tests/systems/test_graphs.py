@@ -14,7 +14,6 @@ from hvd_compress.systems.graphs import (
     DGD,
     EXTRA,
     LEAD,
-    ChocoSGD,
     Diffusion,
     ExactDiffusion,
     GradientTracking,
@@ -29,7 +28,7 @@ EXACT = (
     GradientTracking("line"),
 )
 OWN = Weights([[0.5, 0.5, 0], [0.5, 0.2, 0.3], [0, 0.3, 0.7]])
-EVERY = (*EXACT, Diffusion("line"), DGD("line"), ChocoSGD("line"))
+EVERY = (*EXACT, Diffusion("line"), DGD("line"))
 
 
 def pull(rank, x, step):
@@ -232,7 +231,7 @@ def test_bytes_are_those_of_the_neighbours():
 
 def test_damage_names_the_neighbour():
     method = Diffusion("cycle")
-    network = method.network(1, 3, 1)
+    network = method.topology.neighborhood(1, 3, 1)
     update = method.update(np.ones(4), np.ones(4), {}, network)
     frame = next(update).payload
     broken = frame.copy()
@@ -274,15 +273,6 @@ def test_the_order_of_parameters_in_a_checkpoint_does_not_matter():
         np.testing.assert_array_equal(one, two)
 
 
-def test_a_state_of_another_version_is_refused():
-    world = Ranks(ExactDiffusion("line"), 2)
-    x = world.after_step(world.before_step([{"a": np.ones(2)}] * 2))
-    for state in world.states:
-        state["psi"] = state.pop("correction")
-    with pytest.raises(ConfigError, match="begins again"):
-        world.after_step(world.before_step(x))
-
-
 def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
     for method, words in ((Diffusion("grid:rows=2"), "rows=2"), (Diffusion([(0, 3)]), "beyond")):
         with pytest.raises(ConfigError, match=words):
@@ -294,11 +284,9 @@ def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ChocoSGD(gamma=0.0), "gamma"),
         (lambda: LEAD(alpha=2.0), "alpha"),
         (lambda: LEAD(gamma=0.0), "gamma"),
         (lambda: LEAD(codec="topk"), "codec must be a codec"),
-        (lambda: ChocoSGD(codec="topk"), "codec must be a codec"),
         *((lambda kind=kind: kind(prox=3), "prox") for kind in (LEAD, ExactDiffusion, EXTRA)),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), 1, 0.0), "rate"),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), -1, 0.1), "steps"),

@@ -1,4 +1,4 @@
-"""Local SGD, SlowMo and DiLoCo, in NumPy and lockstep."""
+"""Local SGD and DiLoCo, in NumPy and lockstep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_compress import RandomK, TopK
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError, NeedsTuning
 from hvd_compress.systems import Coordinator, Ranks
-from hvd_compress.systems.rounds import DiLoCo, LocalSGD, OuterSGD, SlowMo
+from hvd_compress.systems.rounds import DiLoCo, LocalSGD, OuterSGD
 from hvd_compress.systems.rounds.rounds import cuts
 from tests.systems.quadratics import Quadratics
 
@@ -34,7 +34,6 @@ def after_rounds(method, rounds, **options):
     [
         (LocalSGD(sync_every=2), (1.19, 1.3439, 1.468559)),
         (LocalSGD(sync_every=2, compression="topk:density=1.0"), (1.19, 1.3439, 1.468559)),
-        (SlowMo(sync_every=2, momentum=0.7, lr=1.0), (1.19, 1.4769, 1.777119)),
         (DiLoCo(sync_every=2), (1.2527, 1.549273, 1.840635)),
     ],
     ids=lambda x: getattr(x, "name", ""),
@@ -77,25 +76,6 @@ def test_an_exchange_after_every_step_is_synchronous_sgd(method):
     assert ranks.run(7) == pytest.approx([synchronous(7)] * 2, rel=1e-12)
 
 
-def test_slowmo_without_momentum_is_local_sgd():
-    assert after_rounds(SlowMo(sync_every=2, momentum=0.0), 4) == pytest.approx(
-        after_rounds(LocalSGD(sync_every=2), 4), rel=1e-12
-    )
-
-
-def test_slow_momentum_is_in_units_of_a_gradient():
-    """Half the rate in the second round: u keeps its size, and x moves half as far."""
-    ranks = Quadratics(SlowMo(sync_every=2), (1, 1), b=(0, 4))
-    ranks.run(2)
-    u, ranks.lr = 0.19 / -0.1, 0.05
-    x = ranks.values[0]
-    locals_ = [x, x]
-    for _ in range(2):
-        locals_ = [y - 0.05 * (y - b) for y, b in zip(locals_, (0, 4), strict=True)]
-    u = 0.7 * u + (x - np.mean(locals_)) / 0.05
-    assert ranks.run(2) == pytest.approx([x - 0.05 * u] * 2, rel=1e-12)
-
-
 def test_post_local_sgd():
     ranks = Quadratics(LocalSGD(sync_every=4, start=3), (1, 1), h=(1, 3), b=(0, 4))
     equal = []
@@ -122,13 +102,6 @@ def vectors(method, steps, size=3, tensors=4, lr=0.1, seed=0):
         x = world.after_step(x)
         found.append(x)
     return world, found
-
-
-def test_streaming_in_one_fragment_without_delay_is_diloco():
-    _, one = vectors(DiLoCo(sync_every=4), 12)
-    _, other = vectors(DiLoCo(sync_every=4, fragments=1, delay=0, mix=0.0), 12)
-    for a, b in zip(one[-1], other[-1], strict=True):
-        assert all((a[n] == b[n]).all() for n in a)
 
 
 def test_fragments_are_exchanged_in_turn():
@@ -172,7 +145,7 @@ def test_what_is_compressed_arrives_in_later_rounds():
 
 @pytest.mark.parametrize(
     "method",
-    [DiLoCo(sync_every=2), SlowMo(sync_every=2), LocalSGD(sync_every=2, compression="topk")],
+    [DiLoCo(sync_every=2), LocalSGD(sync_every=2, compression="topk")],
     ids=lambda x: x.name,
 )
 def test_a_round_with_nan_is_lost_on_all_ranks(method):
@@ -283,11 +256,6 @@ def test_losses_that_are_no_numbers_are_refused(losses):
         coordinator.load_state_dict({**coordinator.state_dict(), "losses": losses})
 
 
-def test_nan_reaches_all_ranks_where_there_is_nothing_to_go_back_to():
-    ranks = Quadratics(LocalSGD(sync_every=1), (1, np.nan))
-    assert np.isnan(ranks.run(1)).all()
-
-
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_dtypes_are_kept_and_half_precisions_add_up_in_more(dtype):
     world = Ranks(DiLoCo(sync_every=1), 2)
@@ -303,13 +271,6 @@ def test_parameters_may_be_changed_in_place():
     anchor = world.states[0]["anchor"]["w"].copy()
     x[0]["w"] += 1
     assert (world.states[0]["anchor"]["w"] == anchor).all()
-
-
-def test_the_average_that_is_tested_is_no_exchange():
-    world, found = vectors(LocalSGD(sync_every=2), 5)
-    assert world.exchanges == 2
-    world.consensus(found[-1])
-    assert world.exchanges == 2
 
 
 def test_a_parameter_that_was_frozen_begins_anew():
@@ -342,8 +303,6 @@ def test_cuts():
     ("make", "words"),
     [
         (lambda: LocalSGD(sync_every=0), "sync_every must be a whole number from 1"),
-        (lambda: LocalSGD(buffers="drop"), "buffers must be one of"),
-        (lambda: SlowMo(momentum=2), "momentum must be from 0 to 1"),
         (lambda: DiLoCo(sync_every=10, fragments=4), "multiple of fragments=4"),
         (lambda: DiLoCo(sync_every=8, fragments=4, delay=2), "less than sync_every / fragments"),
         (lambda: DiLoCo(outer=0.7), "outer must be OuterSGD"),
@@ -354,13 +313,6 @@ def test_cuts():
 def test_errors_name_the_option(make, words):
     with pytest.raises(ConfigError, match=words):
         make()
-
-
-def test_slowmo_needs_a_learning_rate():
-    world = Ranks(SlowMo(sync_every=1), 1)
-    x = world.before_step([{"w": np.ones(1)}])
-    with pytest.raises(ConfigError, match="divides by the learning rate"):
-        world.after_step(x)
 
 
 def test_sparse_rounds_with_a_long_momentum_are_warned_of():

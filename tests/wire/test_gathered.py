@@ -26,7 +26,7 @@ from hvd_compress.reduce import buckets
 from hvd_compress.requests import Alltoall, Gather, Neighbors
 from hvd_compress.systems import graphs, rounds
 from hvd_compress.systems.base import StepContext
-from hvd_compress.systems.graphs.base import mix, network_of
+from hvd_compress.systems.graphs.base import mix
 from hvd_compress.systems.teachers import exchanges
 from hvd_compress.wire.content import decode_bytes, decode_end_to_end, encode_bytes
 from hvd_compress.wire.header import Header, Kind, failing, opened
@@ -52,14 +52,13 @@ def of_leaders(rank):
     return method.before_step({"w": X, "b": X[0].astype("float64")}, {}, context)
 
 
-def of_teachers(rank, exchange, *more):
-    peers = exchanges.Counterparts.of(((0, 1), (2, 3)), rank)
-    own = X if exchange is exchanges.exchange_predictions else {"w": X, "b": X[0].astype("float64")}
-    return exchange(own, peers, None, *more)
+def of_teachers(rank):
+    peers = exchanges.Counterparts.of(2, rank, SIZE)
+    return exchanges.exchange({"w": X, "b": X[0].astype("float64")}, peers, None)
 
 
 def of_graphs(rank):
-    network = network_of(graphs.Cycle(), SIZE, 0, rank)
+    network = graphs.as_topology("cycle").neighborhood(rank, SIZE, 1)
     return mix(X.reshape(-1), network, whole("float16"))
 
 
@@ -88,8 +87,7 @@ EXCHANGES = {
     "plan of the buckets": lambda rank: buckets._order_of_rank_0([2, 0, 1], X),
     "terms of a step": lambda rank: agreement({"step": str(rank)}, X),
     "figures for auto": lambda rank: meeting._texts({"seconds": [0.1, rank]}, X),
-    "predictions": lambda rank: of_teachers(rank, exchanges.exchange_predictions, 7),
-    "parameters of a teacher": lambda rank: of_teachers(rank, exchanges.exchange_checkpoints),
+    "arrays of a teacher": of_teachers,
     "loss|parameters of a leader": of_leaders,
     "payload of a graph": of_graphs,
     "payload of a bucket on a device": of_device,

@@ -15,7 +15,7 @@ import importlib
 from typing import Any
 
 from hvd_compress.integrations import horovod as drop_in
-from hvd_compress.integrations.exports import OF_CODISTILLATION, SYSTEMS
+from hvd_compress.integrations.exports import SYSTEMS
 from hvd_compress.optimizers.outer import OuterSGD
 
 from .. import *  # noqa: F403
@@ -34,7 +34,7 @@ OPTIMIZERS = {
     "ZeroOneAdam": "optimizers",
 }
 
-__all__ = [*_methods, *OF_CODISTILLATION, "OuterSGD", "callbacks"]
+__all__ = [*_methods, "OuterSGD", "callbacks"]
 
 
 def _register(module: Any) -> None:

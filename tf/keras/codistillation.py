@@ -42,7 +42,7 @@ class KerasCodistiller(Codistiller):
         if method.weight_decay is not None:
             raise UnsupportedError(
                 "weight_decay is for PyTorch: Keras reads an optimizer's when it traces a "
-                "graph. Leave it out, and let weight=Decay(...) fall with the learning rate"
+                "graph. Leave it out"
             )
         super().__init__(method, self.make_engine(process_set), like=tf.zeros(0))
         self.model = model

@@ -18,10 +18,9 @@ import tensorflow as tf
 
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.systems import Coordinator, TrainingMethod, graphs, rounds
+from hvd_compress.systems import Coordinator, TrainingMethod
 from hvd_compress.systems.base import Arrays, as_training_method
-from hvd_compress.systems.teachers import CoordinatedSampler, Decay, Ramp
-from hvd_compress.systems.teachers.codistiller import codistillation_over
+from hvd_compress.systems.teachers import codistiller
 
 from ..distribute import check_backend, check_not_distributed, is_keras_3
 from ..optimizer import NotInLossScaling, made_like, variables_of
@@ -117,7 +116,7 @@ class LocalStepsOptimizer(NotInLossScaling):
             arrays = {name: _array(x) for name, x in zip(names, before, strict=True)}
             after = function(self.training, dict(arrays), *more)
             changed = [x for name, x in arrays.items() if after[name] is not x]
-            is_lost = self.training.method.recovers and not all(
+            is_lost = not self.training.method.state_is_own and not all(
                 np.isfinite(x).all() for x in changed
             )
             made = [
@@ -190,11 +189,6 @@ def train_locally(
         raise UnsupportedError(_NO_SCALING)
     if optimizer.built:
         raise ConfigError("this optimizer has been used already: pass a new one")
-    if method.buffers != "keep":
-        raise UnsupportedError(
-            f"buffers={method.buffers!r}: with Keras, ranks keep the state of their local "
-            "optimizers; leave it out"
-        )
     engine = runtime.eager_engine(process_set, "hvd_compress.local_steps", np.ndarray)
     new = made_like(optimizer, LocalStepsOptimizer)
     new.training, new.may_be_wrapped = Coordinator(method, engine, seed=seed), False
@@ -208,11 +202,4 @@ def systems_over(runtime: Runtime, module: str) -> dict[str, Any]:
     def engine(process_set: Any) -> Engine:
         return runtime.eager_engine(process_set, "hvd_compress.codistillation", tf.Tensor)
 
-    return {
-        **rounds.METHODS,
-        **graphs.METHODS,
-        "Codistillation": codistillation_over(KerasCodistiller, engine, module),
-        "CoordinatedSampler": CoordinatedSampler,
-        "Decay": Decay,
-        "Ramp": Ramp,
-    }
+    return codistiller.systems_over(KerasCodistiller, engine, module)

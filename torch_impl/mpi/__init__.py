@@ -20,8 +20,6 @@ from hvd_compress.integrations.mpi import missing
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods
-from ..systems.averaging import averaging
-from . import collectives
 from .collectives import (
     allgather,
     allgather_object,
@@ -42,7 +40,6 @@ from .optimizer import (
 )
 from .servers import AsynchronousLeaderSGD, parameter_server
 
-average_parameters = averaging(collectives, __name__)
 globals().update(SYSTEMS)
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from hvd_compress.mpi.objects import broadcast_bytes
 from hvd_compress.mpi.process_sets import ProcessSet, engine_over, global_process_set, rank
 from hvd_compress.systems import TrainingMethod
 from hvd_compress.systems.base import train_by_method
+from hvd_compress.systems.teachers.codistiller import systems_over
 
 from ..distributed.compressed_optimizer import CompressedOptimizer
 from ..distributed.distributed_optimizer import distribute
 from ..distributed.registration import watch_grad_scaler
 from ..state import checkpoint
-from ..systems.averaging import entries_of
-from ..systems.names import systems_over
+from ..systems.codistillation import TorchCodistiller
 from ..systems.optimizer import LocalStepsOptimizer, broadcast_training_state, train_locally
 from . import collectives
 from .collectives import Average, Compression, bytes_of, put_bytes
@@ -81,7 +81,7 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
 
 
 #: training methods and what belongs to them, by name
-SYSTEMS = systems_over(engine_over, "hvd_compress.torch.mpi")
+SYSTEMS = systems_over(TorchCodistiller, engine_over, "hvd_compress.torch.mpi")
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -135,3 +135,26 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
 
 
 watch_grad_scaler()
+
+
+def entries_of(parameters: Any, call: str) -> list[tuple[str, Any]]:
+    """Return tensors with their names, or their places; a state dict may have entries that are no
+    tensors.  ``call`` is what they were passed to, for its error."""
+    if isinstance(parameters, Mapping):
+        return list(parameters.items())
+    if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
+        raise _no_tensors(parameters, call)
+    found = []
+    for place, entry in enumerate(parameters):
+        name, x = entry if isinstance(entry, tuple) and len(entry) == 2 else (str(place), entry)
+        if not isinstance(x, torch.Tensor):
+            raise _no_tensors(x, call)
+        found.append((name, x))
+    return found
+
+
+def _no_tensors(found: Any, call: str) -> ConfigError:
+    return ConfigError(
+        f"{call} takes model.parameters(), model.named_parameters() or model.state_dict(); got "
+        f"{type(found).__name__}"
+    )

@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_compress.config import build
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.process_sets import global_process_set
 from hvd_compress.systems.base import Arrays
 from hvd_compress.systems.mpi import servers
-from hvd_compress.systems.servers import Rules
 
 from ..parameters import Parameter, check_model, names_of_parameters
 from ..systems.optimizer import is_distributed
@@ -63,8 +61,8 @@ class ServedModel(servers.Serving):
         for name, p in self._parameters.items():
             p.copy_(torch.from_numpy(self.parameters[name]))
 
-    def _assemble(self) -> None:
-        super()._assemble()
+    def _finish(self) -> None:
+        super()._finish()
         self._load()
 
 
@@ -124,25 +122,11 @@ class Worker(ServedModel, servers.ParameterServer):
         rules: dict[str, Any],
     ) -> None:
         arrays = self._take(model, optimizer)
-        more = ("worker_timeout", "seed")
-        method = build(Rules, rules, "parameter_server", more).compression
-        momentum: Any = 0.0
-        nesterov: Any = False
-        if method.takes_momentum:
-            found = {(g.get("momentum"), g.get("nesterov")) for g in optimizer.param_groups}
-            if len(found) > 1 or not isinstance(optimizer, torch.optim.SGD):
-                raise ConfigError(
-                    f"compression={method.name!r} corrects the momentum of torch.optim.SGD, the "
-                    "same for all parameters; use for instance compression='topk:density=0.01'"
-                )
-            momentum, nesterov = found.pop()
         super().__init__(
             arrays,
-            _OnServer(optimizer, self._names, bool(method.takes_momentum)),
+            _OnServer(optimizer, self._names),
             worker_timeout=worker_timeout,
             seed=seed,
-            momentum=momentum if method.momentum is None else method.momentum,
-            nesterov=nesterov if method.nesterov is None else method.nesterov,
             comm=global_process_set.communicator,
             **rules,
         )
@@ -158,16 +142,15 @@ class Worker(ServedModel, servers.ParameterServer):
                 raise UnsupportedError(f"the gradient of {name!r} is sparse: use sparse=False")
             gradients[name] = None if p.grad is None else as_array(p.grad)
         super().step(gradients, [float(group["lr"]) for group in self._optimizer.param_groups])
+        self._load()
 
 
 class _OnServer:
     """The user's optimizer, over the arrays that the server owns: a copy, whose parameters share
     memory with them.  It begins with the state that the optimizer has already."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str], frozen: bool
-    ) -> None:
-        self._theirs, self._names, self._without_momentum = optimizer, names, frozen
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]) -> None:
+        self._theirs, self._names = optimizer, names
         self._copy: torch.optim.Optimizer | None = None
         self._parameters: dict[str, Parameter] = {}
 
@@ -199,9 +182,6 @@ class _OnServer:
                     made.state[own][key] = x.detach().clone().to(own.dtype if is_like else x.dtype)
                 else:
                     made.state[own][key] = copy.deepcopy(x)
-        if self._without_momentum:
-            for group in made.param_groups:
-                group.update(momentum=0.0, nesterov=False)
         return made
 
 

@@ -10,7 +10,7 @@ import torch
 
 from hvd_compress.config import check_process_set
 from hvd_compress.engines.base import Engine
-from hvd_compress.errors import CompressionError, ConfigError, MismatchError, UnsupportedError
+from hvd_compress.errors import CompressionError, ConfigError, UnsupportedError
 from hvd_compress.reduce.state_file import refused
 
 from ..ddp.process_groups import ReplicaEngine
@@ -39,11 +39,6 @@ if TYPE_CHECKING:
 
 #: the entry of a state dict that is not the user's optimizer's
 KEY = "training"
-_NO_BUFFERS = (
-    'buffers="average" needs the same state of the optimizer on all ranks; most often one has none '
-    "of a parameter that got no gradient there: let the loss of every rank use all parameters, or "
-    'take buffers="keep" or "reset"'
-)
 
 
 class LocalStepsOptimizer(torch.optim.Optimizer):
@@ -131,24 +126,13 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
 
         def after_step(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             result = self.training.after_step(parameters)
-            if self.training.method.recovers:
+            if not self.training.method.state_is_own:
                 spoilt.update(n for n, x in parameters.items() if result[n] is not x and _lost(x))
             return result
 
         changed = self._run(after_step)
-        buffers = self.training.method.buffers
-        # Momentum that led to NaN would lead there again, and all exchanges would be lost.
-        for p in map(changed.__getitem__, spoilt):
-            if buffers == "average":  # of the same arrays on all ranks
-                for x in self._buffers(p).values():
-                    x.zero_()
-            else:
-                self.state.pop(p, None)
-        if changed and buffers == "reset":
-            for p in changed.values():
-                self.state.pop(p, None)
-        elif changed and buffers == "average":
-            self._average_buffers(changed)
+        for name in spoilt:  # momentum that led to NaN would lead there again
+            self.state.pop(changed[name], None)
 
     def _trained(self) -> list[tuple[str, Parameter, dict[str, Any]]]:
         names = self._parameter_names
@@ -176,27 +160,6 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         if frozen:
             _replace(frozen, self.training.freeze)
         return _replace(trained, function)
-
-    def _average_buffers(self, changed: Mapping[str, Parameter]) -> None:
-        own = {
-            f"{name}.{key}": local(x)
-            for name, p in changed.items()
-            for key, x in sorted(self._buffers(p).items())
-        }
-        try:
-            means = self.training.average(own)
-        except MismatchError as error:
-            raise MismatchError(f"{_NO_BUFFERS}\n{error}") from None
-        for label, mean in means.items():
-            own[label].copy_(mean)
-
-    def _buffers(self, p: Parameter) -> dict[str, torch.Tensor]:
-        """Return the entries of a parameter's state that have an element for each of its own."""
-        return {
-            key: x
-            for key, x in self.state.get(p, {}).items()
-            if isinstance(x, torch.Tensor) and x.shape == p.shape and x.is_floating_point()
-        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later, on all ranks alike; they are named after their place in the
@@ -231,32 +194,6 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 for p, x in own.items():
                     p.copy_(x)
-
-    @torch.no_grad()
-    def update_batch_norm(self, model: torch.nn.Module, batches: Iterable[Any]) -> None:
-        """Estimate the statistics of batch normalisation for averaged parameters: they differ from
-        the averages of the ranks' statistics.  A collective.
-
-        Args:
-            model: with the parameters that are to be tested.
-            batches: inputs of this rank, or tuples whose first entry is the input.
-        """
-        torch.optim.swa_utils.update_bn(batches, model)
-        layers = {
-            name: layer
-            for name, layer in model.named_modules()
-            if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
-            and layer.running_mean is not None
-        }
-        means = self.training.average({n: layer.running_mean for n, layer in layers.items()})
-        # The variance of all data is the mean variance and the variance of the means.
-        spread = {
-            n: layer.running_var + (layer.running_mean - means[n]) ** 2
-            for n, layer in layers.items()
-        }
-        for n, variance in self.training.average(spread).items():
-            layers[n].running_mean.copy_(means[n])
-            layers[n].running_var.copy_(variance)
 
     # -- checkpoints -------------------------------------------------------------------------
 

@@ -7,12 +7,9 @@ find them", 2019, arXiv 1912.02178, whose numbers of equations the formulas have
 
 from .formulas import (
     bisect,
-    canonical_ordering,
     flatness,
     magnitude_aware_bound,
-    noisy_oracle,
     pac_bayes_bound,
-    random_measure,
     reported,
     sharpness_bound,
     spectral_bound,
@@ -23,15 +20,12 @@ from .statistics import Scores, conditional_information, granulated, kendall_tau
 __all__ = [
     "Scores",
     "bisect",
-    "canonical_ordering",
     "conditional_information",
     "flatness",
     "granulated",
     "kendall_tau",
     "magnitude_aware_bound",
-    "noisy_oracle",
     "pac_bayes_bound",
-    "random_measure",
     "reported",
     "scores",
     "sharpness_bound",

@@ -12,30 +12,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
 
 
-def kendall_tau(x: Sequence[float], y: Sequence[float], variant: str = "a") -> float:
-    """Return the mean over pairs of runs of the agreement of signs, from -1 to 1.
+def kendall_tau(x: Sequence[float], y: Sequence[float]) -> float:
+    """Return the mean over pairs of runs of the agreement of signs, from -1 to 1.  Ties agree with
+    nothing, as in the paper, so a constant measure has 0.
 
     Args:
         x, y: a number for each run.
-        variant: "a", of the paper: ties agree with nothing, so a constant measure has 0.  "b"
-            divides by the root of the numbers of pairs that are not tied; it then is NaN.
 
     >>> kendall_tau([1, 2, 3, 4], [1, 2, 4, 3])
     0.6666666666666666
     """
-    check_choice("variant", variant, ("a", "b"))
     u, v = _signs(x), _signs(y)
     _check_equal(len(u), len(v))
     if len(u) < 2:
         raise ConfigError("Kendall's tau needs two runs or more")
-    pairs = float(len(u) * (len(u) - 1))
-    if variant == "b":
-        pairs = math.sqrt(np.abs(u).sum() * np.abs(v).sum())
-    return float((u * v).sum() / pairs) if pairs else math.nan
+    return float((u * v).sum() / (len(u) * (len(u) - 1)))
 
 
 def _signs(x: Any) -> np.ndarray:

@@ -2,8 +2,7 @@
 neighbours only."""
 
 from hvd_compress.systems.base import methods_in
-from hvd_compress.systems.graphs.base import DecentralizedMethod, Neighborhood, l1, mix
-from hvd_compress.systems.graphs.compressed import LEAD, ChocoSGD, blockwise
+from hvd_compress.systems.graphs.base import DecentralizedMethod, l1, mix
 from hvd_compress.systems.graphs.diffusion import (
     DGD,
     EXTRA,
@@ -11,25 +10,17 @@ from hvd_compress.systems.graphs.diffusion import (
     ExactDiffusion,
     GradientTracking,
 )
-from hvd_compress.systems.graphs.matrices import (
-    eigenvalues,
-    metropolis_hastings,
-    second_eigenvalue,
-    spectral_gap,
-)
+from hvd_compress.systems.graphs.lead import LEAD
 from hvd_compress.systems.graphs.topologies import (
-    Complete,
-    Cycle,
     Edges,
-    Grid,
-    Line,
-    OnePeerExponential,
-    Star,
-    StaticExponential,
+    Graph,
+    Neighborhood,
     Topology,
-    Torus,
     Weights,
     as_topology,
+    eigenvalues,
+    second_eigenvalue,
+    spectral_gap,
 )
 from hvd_compress.systems.ranks import simulate
 
@@ -37,28 +28,18 @@ __all__ = [
     "DGD",
     "EXTRA",
     "LEAD",
-    "ChocoSGD",
-    "Complete",
-    "Cycle",
     "DecentralizedMethod",
     "Diffusion",
     "Edges",
     "ExactDiffusion",
     "GradientTracking",
-    "Grid",
-    "Line",
+    "Graph",
     "Neighborhood",
-    "OnePeerExponential",
-    "Star",
-    "StaticExponential",
     "Topology",
-    "Torus",
     "Weights",
     "as_topology",
-    "blockwise",
     "eigenvalues",
     "l1",
-    "metropolis_hastings",
     "mix",
     "second_eigenvalue",
     "simulate",

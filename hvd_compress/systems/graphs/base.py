@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Generator, Iterable
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context
-from hvd_compress.codecs.base import Codec
-from hvd_compress.codecs.floats import plain
 from hvd_compress.config import Configurable, check_between, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.meetings.averaging import whole
@@ -35,8 +32,13 @@ from hvd_compress.systems.base import (
     TrainingMethod,
     copied,
 )
-from hvd_compress.systems.graphs.matrices import check_symmetric
-from hvd_compress.systems.graphs.topologies import Cycle, Topology, as_topology
+from hvd_compress.systems.graphs.topologies import (
+    Graph,
+    Neighborhood,
+    Topology,
+    as_topology,
+    check_symmetric,
+)
 
 #: a method's state on a rank: flat arrays by key
 Vectors = dict[str, Array]
@@ -46,28 +48,12 @@ Update = Generator[Neighbors, Any, tuple[Array, Vectors]]
 _WHOLE = whole()
 
 
-def as_codec(codec: Any) -> Codec:
-    """Return an option ``codec`` for messages to neighbours; ``None`` for numbers as they are."""
-    found = plain() if codec is None else codec
-    if not isinstance(found, Codec):
-        raise ConfigError(f"codec must be a codec, for instance blockwise(2), or None: {codec!r}")
-    return found
-
-
-class Proximal(Configurable, abc.ABC, kind="proximal"):
-    """A regulariser r that need not be smooth, by its operator
-    ``prox_{eta r}(v) = argmin_x r(x) + |x - v|^2 / (2 eta)``."""
-
-    @abc.abstractmethod
-    def __call__(self, v: Array, eta: float) -> Array:
-        """Return prox_{eta r}(v), of any shape."""
-
-
 @dataclasses.dataclass(frozen=True)
-class l1(Proximal, name="l1"):
-    """r(x) = weight |x|_1: magnitudes shrink by eta * weight.
+class l1(Configurable, kind="proximal", name="l1"):
+    """The regulariser r(x) = weight |x|_1, by its operator ``prox_{eta r}(v) = argmin_x r(x) +
+    |x - v|^2 / (2 eta)``: magnitudes shrink by eta * weight.
 
-    An operator is called with an array of floats, of any shape, and a step eta.
+    It is called with an array of floats v, of any shape, and a step eta.
 
     Args:
         weight: 0 or more.
@@ -85,46 +71,6 @@ class l1(Proximal, name="l1"):
         xp, by = backend_of(v), eta * self.weight
         zero = xp.full_like(v, 0.0)
         return xp.maximum(v - by, zero) - xp.maximum(-v - by, zero)
-
-
-class Neighborhood(NamedTuple):
-    """A rank's part of the graph of a step.
-
-    Attributes:
-        rank: this rank, from 0.
-        step: the number of the step, from 1.
-        own: the weight of this rank itself, a fraction.
-        targets, sources: the ranks that it sends to and receives from, ascending.
-        weights: of the sources, in their order; with ``own`` they add up to 1.
-
-    >>> network = Diffusion("cycle").network(rank=0, size=4, step=1)
-    >>> network.sources, [round(w, 3) for w in network.weights], round(network.own, 3)
-    ((1, 3), [0.333, 0.333], 0.333)
-    """
-
-    rank: int
-    step: int
-    own: float
-    targets: tuple[int, ...]
-    sources: tuple[int, ...]
-    weights: tuple[float, ...]
-
-    def lazy(self) -> Neighborhood:
-        """Return this rank's part of the graph whose matrix is (I + W) / 2."""
-        weights = tuple(w / 2 for w in self.weights)
-        return self._replace(own=(1 + self.own) / 2, weights=weights)
-
-
-@functools.lru_cache(maxsize=4096)
-def network_of(topology: Topology, size: int, phase: int, rank: int) -> Neighborhood:
-    """Return a rank's part of the graph."""
-    w = topology.weights(size, phase)
-    graph = topology.graph(size, phase)
-    directed = graph.is_directed()
-    targets = tuple(sorted(graph.successors(rank) if directed else graph.neighbors(rank)))
-    sources = tuple(sorted(graph.predecessors(rank) if directed else graph.neighbors(rank)))
-    weights = tuple(float(w[rank, source]) for source in sources)
-    return Neighborhood(rank, 1, float(w[rank, rank]), targets, sources, weights)
 
 
 def mix(
@@ -175,18 +121,17 @@ class DecentralizedMethod(TrainingMethod):
     array([3., 3., 3.])
     """
 
-    acts_before: ClassVar[bool] = True
     state_is_own: ClassVar[bool] = True
     #: the method's theory needs W = W^T
     symmetric: ClassVar[bool] = False
     #: an option of some; annotated here, it would be the first of all
-    prox = cast("Proximal | None", None)
+    prox = cast("l1 | None", None)
 
-    topology: Topology = dataclasses.field(default=Cycle(), metadata=converted(as_topology))
+    topology: Topology = dataclasses.field(default=Graph("cycle"), metadata=converted(as_topology))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.prox is not None and not isinstance(self.prox, Proximal):
+        if self.prox is not None and not isinstance(self.prox, l1):
             raise ConfigError(f"prox must be a proximal operator such as l1(0.05): {self.prox!r}")
 
     @property
@@ -208,27 +153,13 @@ class DecentralizedMethod(TrainingMethod):
             network: neighbours and weights.
         """
 
-    def network(self, rank: int, size: int, step: int) -> Neighborhood:
-        """Return a rank's neighbours and weights in a step, from 1.
-
-        Raises:
-            ConfigError: the topology does not fit the method or the number of ranks.
-        """
-        phase = (step - 1) % self.topology.period(size)
-        if self.symmetric:
-            _check_symmetric(self.topology, size, type(self).__name__)
-        return network_of(self.topology, size, phase, rank)._replace(step=step)
-
-    def finish(self, x: Array, rate: float | None) -> Array:
-        """Return a parameter from the array that :meth:`update` returned for it; ``rate`` is its
-        learning rate, if the method ``needs_rates``."""
-        return x if self.prox is None or rate is None else self.prox(x, rate)
-
     # -- the methods of a training method ----------------------------------------------------
 
     def check_ranks(self, size: int) -> None:
-        for step in range(1, self.topology.period(size) + 1):
-            self.network(0, size, step)
+        for step in range(self.topology.period(size)):
+            w = self.topology.weights(size, step)
+            if self.symmetric:
+                check_symmetric(w, type(self).__name__)
 
     def init(self, parameters: Arrays) -> State:
         return _split(self.start(_joined(parameters, parameters)), parameters) if parameters else {}
@@ -244,30 +175,18 @@ class DecentralizedMethod(TrainingMethod):
             return parameters, {}
         vectors = {key: _joined(arrays, parameters) for key, arrays in state.items()}
         x, local = vectors.pop(_ORIGIN), _joined(parameters, parameters)
-        if vectors.keys() != (own := self.start(x[:0]).keys()):
-            raise ConfigError(
-                f"{type(self).__name__} has the state {', '.join(own)}, and what was loaded has "
-                f"{', '.join(vectors)}: it is of another version. Take the entry 'training' out of "
-                "the checkpoint, and the method begins again"
-            )
-        network = self.network(context.rank, context.size, context.step)
+        network = self.topology.neighborhood(context.rank, context.size, context.step)
         x, vectors = yield from self.update(x, local, vectors, network)
         found = _split({_ORIGIN: x, **vectors}, parameters)
         result = {}
         for name, own in found.pop(_ORIGIN).items():
-            rate = context.rates[name] if self.needs_rates else None
-            result[name] = backend_of(own).restore(self.finish(own, rate), parameters[name])
+            x = own if self.prox is None else self.prox(own, context.rates[name])
+            result[name] = backend_of(own).restore(x, parameters[name])
         return result, found
 
 
 #: the key of the parameters before the local step, between ``before_step`` and ``after_step``
 _ORIGIN = "origin"
-
-
-@functools.lru_cache(maxsize=64)
-def _check_symmetric(topology: Topology, size: int, method: str) -> None:
-    for step in range(topology.period(size)):
-        check_symmetric(topology.weights(size, step), method)
 
 
 def _joined(arrays: Arrays, names: Iterable[str]) -> Array:

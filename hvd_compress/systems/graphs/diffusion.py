@@ -7,14 +7,8 @@ import dataclasses
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
-from hvd_compress.systems.graphs.base import (
-    DecentralizedMethod,
-    Neighborhood,
-    Proximal,
-    Update,
-    Vectors,
-    mix,
-)
+from hvd_compress.systems.graphs.base import DecentralizedMethod, Update, Vectors, l1, mix
+from hvd_compress.systems.graphs.topologies import Neighborhood
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,13 +96,14 @@ class ExactDiffusion(DecentralizedMethod, name="exact_diffusion"):
 
     symmetric = True
 
-    prox: Proximal | None = None
+    prox: l1 | None = None
 
     def start(self, x: Array) -> Vectors:
         return {"correction": x * 0}
 
     def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
-        _, mixed = yield from mix(local + state["correction"], network.lazy())
+        sent, total = yield from mix(local + state["correction"], network)
+        mixed = (sent + total) / 2
         return mixed, {"correction": mixed - local}
 
 
@@ -140,7 +135,7 @@ class EXTRA(DecentralizedMethod, name="extra"):
 
     symmetric = True
 
-    prox: Proximal | None = None
+    prox: l1 | None = None
 
     def start(self, x: Array) -> Vectors:
         return {"correction": x * 0}
@@ -156,7 +151,7 @@ class EXTRA(DecentralizedMethod, name="extra"):
 class GradientTracking(DecentralizedMethod, name="gradient_tracking"):
     """Train over a graph, exactly, by mixing an estimate of the mean gradient, too (DIGing)::
 
-        method=hvd.GradientTracking("one_peer_exponential")
+        method=hvd.GradientTracking("one_peer")
 
     A step is ``x+ = W x - mu y;  y+ = W y + g+ - g`` with y_0 = g_0.
 

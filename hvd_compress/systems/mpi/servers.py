@@ -23,7 +23,7 @@ from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.mailbox import Mailbox
 from hvd_compress.mpi.transport.nodes import nodes_of
 from hvd_compress.optimizers.base import Formula
-from hvd_compress.systems.base import Arrays, groups_of
+from hvd_compress.systems.base import Arrays
 from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
 from hvd_compress.systems.servers.leaders import LeaderLink, LeaderServer
 from hvd_compress.systems.servers.messages import (
@@ -34,7 +34,6 @@ from hvd_compress.systems.servers.messages import (
     ServerStats,
     WorkerEnd,
     encode,
-    tag_of,
 )
 from hvd_compress.systems.servers.optimizers import SGD, ServerOptimizer
 from hvd_compress.systems.servers.patience import Patience
@@ -52,11 +51,9 @@ class Serving:
     Args:
         ranks: all of them.
         parameters: by name; all ranks begin with copies of those of the first.
-        options: a text of the options that ranks have to agree about; messages bear its tag.
+        options: those that ranks have to agree about, by their text.
         worker_timeout: seconds after which others go on without a silent worker; see
             :class:`hvd_compress.systems.servers.patience.Patience`.
-        more: further options that ranks have to agree about, as a text that begins with a comma;
-            the tag of messages is not theirs.
     """
 
     called: ClassVar[str]
@@ -69,11 +66,10 @@ class Serving:
         parameters: Mapping[str, np.ndarray],
         options: object,
         worker_timeout: float,
-        more: str = "",
     ) -> None:
         call = self.called
         shapes = [f"{name} {x.dtype.name}{list(x.shape)}" for name, x in parameters.items()]
-        ranks.agree(f"{call}({options!r}{more}, {shapes})")
+        ranks.agree(f"{call}({options!r}, {shapes})")
         if ranks.size < 2:
             raise ConfigError(
                 f"{call} on 1 rank: there must be a server and a worker, as with mpirun -np 5"
@@ -84,22 +80,19 @@ class Serving:
         self.worker_timeout = float(worker_timeout)
         self.is_server = ranks.rank == 0
         self.rank, self.size = ranks.rank - 1, ranks.size - 1
-        self._box, self._tag = Mailbox(self.comm), tag_of(options)
-        self.parameters = {name: np.array(x, order="C") for name, x in parameters.items()}
-        for name, x in self.parameters.items():
+        self._box = Mailbox(self.comm)
+        self._begin = {name: np.array(x, order="C") for name, x in parameters.items()}
+        for name, x in self._begin.items():
             bytes_of_all = broadcast(ranks.channel(), x.reshape(-1).view(np.uint8), 0)
             ranks.run(f"{call}(), parameter {name!r}", bytes_of_all)
 
     @property
-    def bytes_sent(self) -> int:
-        return self._link.bytes_sent
+    def parameters(self) -> Arrays:
+        return self._link.parameters
 
     @property
-    def bytes_received(self) -> int:
-        return self._link.bytes_received
-
-    def _assemble(self) -> None:
-        self.parameters = self._link.parameters
+    def bytes_sent(self) -> int:
+        return self._link.bytes_sent
 
     @property
     def is_over(self) -> bool:
@@ -121,6 +114,11 @@ class Serving:
                 if self.is_over:
                     return
                 yield batch
+
+    def _check_step(self) -> None:
+        if self.is_server or self.is_over:
+            role = "rank 0 serves" if self.is_server else "the server has ended"
+            raise ConfigError(f"{role} and takes no steps: loop over worker.batches(data)")
 
     def _wait(self, *, until_end: bool) -> None:
         self.comm.check()
@@ -167,7 +165,7 @@ class Serving:
                 self._reply(server.lose(worker), patience)
             if now - beat > self.comm.timeout / 10:
                 beat = now
-                frame = encode(ServerMessage(MessageKind.BEAT), self._tag)
+                frame = encode(ServerMessage(MessageKind.BEAT))
                 lost = server.stats.lost
                 for worker in {*everyone} - server.active | server.waiting.keys():
                     if worker not in lost:
@@ -208,12 +206,11 @@ class Serving:
 
     def _finish(self) -> None:
         self._wait(until_end=True)
-        self._assemble()
         found = self.stats()
         gone = {worker + 1 for worker in found.lost}
         _until_left(self._box, gone)
         if gone or found.failed:
-            atexit.register(_end_together, self._box, self._tag, gone)
+            atexit.register(_end_together, self._box, gone)
 
 
 def _until_left(box: Mailbox, gone: Collection[int]) -> None:
@@ -222,7 +219,7 @@ def _until_left(box: Mailbox, gone: Collection[int]) -> None:
         box.nap()
 
 
-def _end_together(box: Mailbox, tag: int, gone: set[int]) -> None:
+def _end_together(box: Mailbox, gone: set[int]) -> None:
     """Wait until all remaining ranks are about to end.
 
     Launchers end a job when the first of its processes ends in an unusual way.  With ranks gone,
@@ -230,7 +227,7 @@ def _end_together(box: Mailbox, tag: int, gone: set[int]) -> None:
     """
     comm = box.comm
     here = [rank for rank in range(comm.size) if rank not in gone]
-    done, deadline = encode(ServerMessage(MessageKind.DONE), tag), time.monotonic() + comm.timeout
+    done, deadline = encode(ServerMessage(MessageKind.DONE)), time.monotonic() + comm.timeout
     if comm.rank in here:  # a rank that was taken for lost lives, but nobody counts on it
         is_server, missing = comm.rank == 0, {0}
         if is_server:
@@ -267,7 +264,6 @@ class ParameterServer(Serving):
             :mod:`hvd_compress.optimizers`, or an object with a method ``step``.
         worker_timeout: seconds after which the others go on without a silent worker.
         seed: of random numbers of compressions.
-        momentum, nesterov: for compressions that take momentum over; ``optimizer`` has none then.
         comm: the ranks; ``None`` for all.
         rules: ``mode``, ``backup``, ``compression``: see :class:`.Rules`.
 
@@ -286,36 +282,31 @@ class ParameterServer(Serving):
         *,
         worker_timeout: float = 60.0,
         seed: int = 0,
-        momentum: float = 0.0,
-        nesterov: bool = False,
         comm: MPI.Comm | Communicator | None = None,
         **rules: Any,
     ) -> None:
-        more = ("worker_timeout", "seed", "momentum", "nesterov", "comm")
+        more = ("worker_timeout", "seed", "comm")
         self.rules = build(Rules, rules, "ParameterServer", more)
         check_seed(seed)
         ranks = Communicator.of(comm)
         for name, x in parameters.items():
             if x.dtype not in (np.float32, np.float64):
                 raise UnsupportedError(f"{name!r} is {x.dtype}: float32 or float64 are needed")
-        agreed = f", seed={seed}, momentum={momentum}, nesterov={nesterov}"
-        super().__init__(ranks, parameters, self.rules, worker_timeout, agreed)
-        self.taken = True
-        self.epoch: float | None = None
-        options: dict[str, Any] = {"seed": seed, "momentum": momentum, "nesterov": nesterov}
+        super().__init__(ranks, parameters, (self.rules, seed), worker_timeout)
         self.rules.check_workers(self.size)
-        self._link = Link(self.parameters, self.rank, self.rules, **options)
+        self._link = Link(self._begin, self.rank, self.rules, seed)
         if self.is_server:
             steps, everyone = SGD() if optimizer is None else optimizer, range(self.size)
-            self._server = Server(self.parameters, steps, everyone, self.rules, **options)
+            self._server = Server(self._begin, steps, everyone, self.rules, seed)
 
-    def set_epoch(self, epoch: float) -> None:
-        """Announce the epoch, for compressions with schedules by epoch."""
-        self.epoch = float(epoch)
+    @property
+    def taken(self) -> bool:
+        """Whether the server has used the last gradient."""
+        return self._link.taken
 
     def step(
         self, gradients: Mapping[str, np.ndarray | None], rates: Sequence[float] = ()
-    ) -> dict[str, np.ndarray]:
+    ) -> Arrays:
         """Send gradients by name, wait until this worker may go on, and return the parameters.
 
         Args:
@@ -323,20 +314,9 @@ class ParameterServer(Serving):
                 as it is if no worker has one.
             rates: the learning rate of each group of parameters; none for the optimizer's own.
         """
-        if self.is_server:
-            raise ConfigError("the server takes no steps: loop over worker.batches(data)")
-        if self.is_over:
-            raise ConfigError("the server has ended: loop over worker.batches(data)")
-        if gradients.keys() != self.parameters.keys():
-            raise ConfigError(
-                f"gradients of {sorted(gradients)}, not of {sorted(self.parameters)}; None stands "
-                "for one that is not there"
-            )
-        own = {name: g for name, g in gradients.items() if g is not None}
-        self._box.send(self._link.push(own, rates, self.epoch), 0)
+        self._check_step()
+        self._box.send(self._link.push(gradients, rates), 0)
         self._wait(until_end=False)
-        self._assemble()
-        self.taken = self._link.taken
         return self.parameters
 
 
@@ -379,14 +359,12 @@ class AsynchronousLeaderSGD(Serving):
         self.method = build(LeaderSGD, options, "AsynchronousLeaderSGD", own)
         ranks = Communicator.of(comm)
         super().__init__(ranks, parameters, self.method, worker_timeout)
-        if self.method.groups is not None:
-            groups = groups_of(self.method.groups, self.size)
-        else:  # the workers of each node, by their numbers
-            of_nodes = (tuple(r - 1 for r in node if r) for node in nodes_of(ranks).members)
-            groups = tuple(filter(None, of_nodes))
-        self._link = LeaderLink(self.parameters, self.method)
+        # the workers of each node, by their numbers
+        of_nodes = (tuple(r - 1 for r in node if r) for node in nodes_of(ranks).members)
+        groups = tuple(filter(None, of_nodes))
+        self._link = LeaderLink(self._begin, self.method)
         if self.is_server:
-            self._server = LeaderServer(self.parameters, range(self.size), self.method, groups)
+            self._server = LeaderServer(self._begin, range(self.size), self.method, groups)
 
     def step(self, parameters: Mapping[str, np.ndarray], loss: float) -> Arrays:
         """Report a local step and its loss, and return the parameters after the pull.
@@ -395,12 +373,11 @@ class AsynchronousLeaderSGD(Serving):
             parameters: those after the local step.
             loss: of the batch, before it.
         """
-        if self.is_server or self.is_over:
-            raise ConfigError("there is nobody to report to: loop over worker.batches(data)")
+        self._check_step()
         self._box.send(self._link.push(parameters, float(loss)), 0)
         self._wait(until_end=False)
         if not self.is_over:
-            self.parameters = self._link.pulled(parameters)
+            self._link.pull()
             if self.recovered:
                 warnings.warn(
                     "NaN or Inf in the parameters of this worker: it goes on from those of its "

@@ -6,10 +6,9 @@ from hvd_compress.systems.rounds.diloco import DiLoCo
 from hvd_compress.systems.rounds.easgd import EASGD
 from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
 from hvd_compress.systems.rounds.local_sgd import LocalSGD
-from hvd_compress.systems.rounds.slowmo import SlowMo
 from hvd_compress.systems.rounds.sparse_loco import SparseLoCo
 
-__all__ = ["EASGD", "DiLoCo", "LeaderSGD", "LocalSGD", "OuterSGD", "SlowMo", "SparseLoCo"]
+__all__ = ["EASGD", "DiLoCo", "LeaderSGD", "LocalSGD", "OuterSGD", "SparseLoCo"]
 
 #: the training methods
 METHODS = methods_in(globals())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 
-from hvd_compress.base import Array, Compressor
+from hvd_compress.base import Compressor
 from hvd_compress.config import check_between, check_whole, converted
 from hvd_compress.errors import ConfigError, NeedsTuning
 from hvd_compress.methods import NoCompression
@@ -36,7 +36,7 @@ class DiLoCo(Rounds, name="diloco"):
         fragments: F parts of the model, exchanged in turn (Streaming DiLoCo); H is a multiple of F.
         delay: the number of local steps during which an exchange travels; less than H / F.
         mix: the share of a rank's own parameters in those that it goes on with, from 0 to 1.
-        compression, buffers: see :class:`LocalSGD`.
+        compression: of differences, for instance "linear".
 
     Reference: Douillard et al., 2023, 2025 (streaming; fragments here are neighbouring parameters).
 
@@ -52,7 +52,6 @@ class DiLoCo(Rounds, name="diloco"):
     compression: Compressor = dataclasses.field(
         default=NoCompression(), metadata=converted(checked_compression)
     )
-    buffers: str = "keep"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,12 +87,3 @@ class DiLoCo(Rounds, name="diloco"):
                 NeedsTuning,
                 stacklevel=4,
             )
-
-    @property
-    def moments(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("velocity",) if self.outer.momentum else ()
-
-    def outer_step(
-        self, anchor: Array, mean: Array, moments: dict[str, Array], rate: float | None
-    ) -> tuple[Array, dict[str, Array]]:
-        return self.outer.stepped(anchor, mean, moments)

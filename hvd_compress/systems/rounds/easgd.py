@@ -56,9 +56,6 @@ class EASGD(TrainingMethod, name="easgd"):
     array([0.25])
     """
 
-    acts_before = True
-    recovers = True
-
     sync_every: int = 10
     beta: float = 0.43
     alpha: float | None = None

@@ -14,19 +14,18 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
-from hvd_compress.config import check_between, check_whole, converted
+from hvd_compress.config import check_between, check_whole, checked
 from hvd_compress.errors import ConfigError
 from hvd_compress.requests import Broadcast, Gather, Neighbors
 from hvd_compress.systems.base import (
     Arrays,
-    Groups,
     State,
     StepContext,
     Steps,
     TrainingMethod,
     all_finite,
     apart,
-    checked_groups,
+    check_groups,
     groups_of,
     like,
     widened,
@@ -65,8 +64,7 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     Args:
         global_every, local_every: the periods in steps; the first is a multiple of the second.
         global_pull, local_pull, global_drift, local_drift: shares of the distance, from 0 to 1.
-        groups: lists of ranks, or their size; ``None``: the ranks of each node.
-        average_over: number of minibatches whose mean loss counts; ``None``: ``local_every``.
+        groups: the number of ranks of a group; ``None``: the ranks of each node.
 
     Reference: Teng et al., NeurIPS 2019.
 
@@ -76,8 +74,6 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     """
 
     per_rank = frozenset({"leader", "group_leader"})
-    acts_before = True
-    recovers = True
 
     global_every: int = 16
     local_every: int = 4
@@ -85,10 +81,7 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
     local_pull: float = 0.1
     global_drift: float = 0.1
     local_drift: float = 0.1
-    groups: Groups | int | None = dataclasses.field(
-        default=None, metadata=converted(checked_groups)
-    )
-    average_over: int | None = None
+    groups: int | None = checked(check_groups, None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,12 +94,10 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
             )
         for option in ("global_pull", "local_pull", "global_drift", "local_drift"):
             check_between(option, getattr(self, option), 0, 1)
-        if self.average_over is not None:
-            check_whole("average_over", self.average_over, 1)
 
     @property
     def loss_window(self) -> int:
-        return self.local_every if self.average_over is None else self.average_over
+        return self.local_every
 
     @property
     def pulls(self) -> dict[str, tuple[float, float]]:
@@ -116,10 +107,6 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
             "group_leader": (self.local_pull, self.local_drift / self.local_every),
             "leader": (self.global_pull, self.global_drift / self.global_every),
         }
-
-    def check_ranks(self, size: int) -> None:
-        if self.groups is not None:
-            groups_of(self.groups, size)
 
     def before_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
         pulls = {key: drift for key, (_, drift) in self.pulls.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hvd_compress.base import Array, Compressor
+from hvd_compress.base import Compressor
 from hvd_compress.config import check_whole, converted
 from hvd_compress.methods import NoCompression
 from hvd_compress.systems.base import Arrays, State, StepContext, checked_compression, like
@@ -28,8 +28,6 @@ class LocalSGD(Rounds, name="local_sgd"):
         sync_every: H, the number of local steps between exchanges.
         start: exchange after every step until this one: post-local SGD.  0 for never.
         compression: of differences, for instance "topk:density=0.01".
-        buffers: the local optimizer's state at an exchange: "keep" each rank's own, "average" its
-            momentum too, which sends as many bytes again, uncompressed, or "reset" it.
 
     Reference: Stich, ICLR 2019; Lin et al., ICLR 2020; Basu et al., NeurIPS 2019 (compression).
 
@@ -44,7 +42,6 @@ class LocalSGD(Rounds, name="local_sgd"):
     compression: Compressor = dataclasses.field(
         default=NoCompression(), metadata=converted(checked_compression)
     )
-    buffers: str = "keep"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,8 +70,3 @@ class LocalSGD(Rounds, name="local_sgd"):
             own = {name: like(mean, parameters[name]) for name, mean in means.items()}
             return {**parameters, **own}, state
         return super().received(means, parameters, state, context)
-
-    def outer_step(
-        self, anchor: Array, mean: Array, moments: dict[str, Array], rate: float | None
-    ) -> tuple[Array, dict[str, Array]]:
-        return anchor - mean, {}

@@ -1,18 +1,17 @@
-"""The base of local SGD, SlowMo and DiLoCo: rounds of local steps, and a step in common
-from where the round began."""
+"""The base of local SGD, DiLoCo and SparseLoCo: rounds of local steps, and a step in common from
+where the round began."""
 
 from __future__ import annotations
 
-import abc
 import itertools
 import warnings
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array
-from hvd_compress.config import check_choice, check_whole
+from hvd_compress.config import check_whole
 from hvd_compress.errors import ConfigError
+from hvd_compress.optimizers.outer import OuterSGD
 from hvd_compress.systems.base import (
     Arrays,
     Finish,
@@ -28,8 +27,6 @@ from hvd_compress.systems.base import (
     widened,
 )
 
-BUFFERS = ("keep", "average", "reset")
-
 
 class Exchange(NamedTuple):
     """The exchange that begins after a step: its fragment, and the number of exchanges of this
@@ -42,13 +39,11 @@ class Exchange(NamedTuple):
 class Rounds(TrainingMethod):
     """The base of methods whose ranks begin a round at the same ``anchor`` x0 and take local steps
     to x_i.  The differences d_i = x0 - x_i, called pseudo-gradients, are averaged.  All ranks take
-    the same outer step from x0 along their average.
+    the same step of ``outer`` from x0 along their average.
 
     If the average is NaN or Inf, because a rank's parameters are, the round is lost: all ranks go
     back to x0.  NaN and Inf in other fragments go back, too, since they would lead there again.
     """
-
-    recovers = True
 
     #: the number of local steps between two exchanges of the same parameter
     sync_every: int
@@ -58,13 +53,11 @@ class Rounds(TrainingMethod):
     delay: int = 0
     #: the share of a rank's own parameters in those that it goes on with
     mix: float = 0.0
-    #: keys of the state beside "anchor", zero in the beginning
-    moments: ClassVar[tuple[str, ...]] = ()
+    outer: OuterSGD = OuterSGD(1.0, 0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("sync_every", self.sync_every, 1)
-        check_choice("buffers", self.buffers, BUFFERS)
 
     def exchange_after(self, step: int) -> Exchange | None:
         """Return what is exchanged after a local step, counted from 1; ``None`` if nothing is."""
@@ -73,18 +66,11 @@ class Rounds(TrainingMethod):
             None if rest else Exchange((count - 1) % self.fragments, (count - 1) // self.fragments)
         )
 
-    @abc.abstractmethod
-    def outer_step(
-        self, anchor: Array, mean: Array, moments: dict[str, Array], rate: float | None
-    ) -> tuple[Array, dict[str, Array]]:
-        """Return the next anchor and moments, given the average pseudo-gradient and the learning
-        rate of the local step."""
-
     def init(self, parameters: Arrays) -> State:
-        state = {"anchor": {name: copied(x) for name, x in parameters.items()}}
-        for key in self.moments:
-            state[key] = {name: x * 0 for name, x in state["anchor"].items()}
-        return state
+        anchor = {name: copied(x) for name, x in parameters.items()}
+        if not self.outer.momentum:
+            return {"anchor": anchor}
+        return {"anchor": anchor, "velocity": {name: x * 0 for name, x in anchor.items()}}
 
     def after_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
         if (begins := self.exchange_after(context.step)) is not None:
@@ -118,9 +104,8 @@ class Rounds(TrainingMethod):
         for name, mean in means.items():
             own, anchor = parameters[name], state["anchor"][name]
             if not is_lost:
-                before = {key: state[key][name] for key in self.moments}
-                rate = context.rates.get(name)
-                anchor, after = self.outer_step(anchor, mean, before, rate)
+                before = {key: arrays[name] for key, arrays in state.items() if key != "anchor"}
+                anchor, after = self.outer.stepped(anchor, mean, before)
                 state["anchor"][name] = anchor
                 for key, x in after.items():
                     state[key][name] = x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hvd_compress.base import Array, Compressor
+from hvd_compress.base import Compressor
 from hvd_compress.chain import chain
 from hvd_compress.codecs import Codec
 from hvd_compress.config import check_between, converted
@@ -35,8 +35,8 @@ class SparseLoCo(Rounds, name="sparse_loco"):
         density: fraction of a tensor to send, in (0, 1], or a schedule; the paper's is per chunk.
         decay: of the elements that wait, in [0, 1).
         lr: the rate of the outer step; without momentum it has to be larger than DiLoCo's.
-        values: "float32", "float16", "4bit" or a codec; the paper has 2 bits.
-        buffers: see :class:`LocalSGD`.
+        values: how elements are sent: "float32", "float16", "4bit" or a codec; the paper has 2
+            bits.
 
     >>> ranks = Ranks(SparseLoCo(sync_every=1, density=0.5, values="float32"), size=1)
     >>> x = ranks.before_step([{"w": np.zeros(2)}])
@@ -49,7 +49,6 @@ class SparseLoCo(Rounds, name="sparse_loco"):
     decay: float = 0.95
     lr: float = 2.0
     values: str | Codec = dataclasses.field(default="4bit", metadata=converted(as_values))
-    buffers: str = "keep"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +60,6 @@ class SparseLoCo(Rounds, name="sparse_loco"):
         via = allgather(top_k(self.density), self.values)
         return chain(momentum_feedback(self.decay), via=via)
 
-    def outer_step(
-        self, anchor: Array, mean: Array, moments: dict[str, Array], rate: float | None
-    ) -> tuple[Array, dict[str, Array]]:
-        return OuterSGD(self.lr, 0.0).stepped(anchor, mean, moments)
+    @property
+    def outer(self) -> OuterSGD:  # type: ignore[override]
+        return OuterSGD(self.lr, 0.0)

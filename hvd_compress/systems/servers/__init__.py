@@ -5,12 +5,11 @@ and return messages.  :class:`hvd_compress.mpi.ParameterServer` runs them over M
 """
 
 from hvd_compress.systems.servers.messages import ServerStats
-from hvd_compress.systems.servers.optimizers import SGD, Adam
+from hvd_compress.systems.servers.optimizers import SGD
 from hvd_compress.systems.servers.server import Link, Rules, Server
 
 __all__ = [
     "SGD",
-    "Adam",
     "Link",
     "Rules",
     "Server",

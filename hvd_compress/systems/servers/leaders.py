@@ -83,12 +83,14 @@ class LeaderServer(ServerEnd):
         method: LeaderSGD,
         nodes: Groups | None = None,
     ) -> None:
-        super().__init__(parameters, workers, method)
+        super().__init__(parameters, workers)
         self.method, self._pulls = method, pulls_of(method)
         self.leaders: list[int] = []
         self.group_leaders: list[list[int]] = []
         everyone = len(self.active)
-        self._groups = groups_of(method.groups or nodes or everyone, everyone)
+        if method.groups or nodes is None:
+            nodes = groups_of(method.groups or everyone, everyone)
+        self._groups = nodes
         self._count = self._choices = 0
         self._losses: dict[int, deque[float]] = {
             w: deque(maxlen=method.loss_window) for w in self.active
@@ -190,7 +192,7 @@ class LeaderLink(WorkerEnd):
     """
 
     def __init__(self, parameters: Mapping[str, np.ndarray], method: LeaderSGD) -> None:
-        super().__init__(parameters, method)
+        super().__init__(parameters)
         self._pulls = pulls_of(method)
         self.leaders: dict[Role, Arrays] = {}
         self._asked = self._news = Role.NONE
@@ -209,7 +211,7 @@ class LeaderLink(WorkerEnd):
 
     def leave(self, *, failed: bool = False) -> np.ndarray:
         parts = [] if failed else [bytes_of(x) for x in self.parameters.values()]
-        return encode(ServerMessage(MessageKind.LEAVE, int(failed), parts=parts), self._tag)
+        return encode(ServerMessage(MessageKind.LEAVE, int(failed), parts=parts))
 
     def _replied(self, message: ServerMessage) -> None:
         self._asked = Role(message.flag & int(Role.GROUP | Role.ALL))
@@ -219,24 +221,26 @@ class LeaderLink(WorkerEnd):
             self.leaders[role] = arrays_of(parts[:size], self.parameters, "the server")
             parts = parts[size:] or parts  # the last ones may be of both roles
 
-    def pulled(self, parameters: Mapping[str, np.ndarray]) -> Arrays:
-        """Return the parameters after the pulls to the leaders.  With NaN or Inf in them they are
-        those of a leader that is new."""
+    def pull(self) -> None:
+        """Pull the parameters to the leaders.  With NaN or Inf in them they become those of a
+        leader that is new."""
         self.recovered = False
-        if self._news and not all_finite(parameters):
+        if self._news and not all_finite(self.parameters):
             for role in _each(self._news):
                 if all_finite(self.leaders[role]):
                     self.recovered = True
-                    return {name: x.copy() for name, x in self.leaders[role].items()}
-        found = dict(parameters)
-        for role, (pull, drift) in self._pulls.items():
-            far = pull if role in self._news else drift
-            if not far or role in self._asked or role not in self.leaders:
-                continue
-            for name, x in parameters.items():
-                change = np.asarray(far, x.dtype) * (x - self.leaders[role][name])
-                found[name] = found[name] - change
-        return found
+                    self.parameters = {name: x.copy() for name, x in self.leaders[role].items()}
+                    return
+        far = {
+            role: pull if role in self._news else drift
+            for role, (pull, drift) in self._pulls.items()
+            if role in self.leaders and role not in self._asked
+        }
+        for name, x in self.parameters.items():
+            for role, share in far.items():
+                if share:
+                    change = np.asarray(share, x.dtype) * (x - self.leaders[role][name])
+                    self.parameters[name] = self.parameters[name] - change
 
 
 def _each(roles: Role) -> list[Role]:

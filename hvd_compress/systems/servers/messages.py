@@ -3,9 +3,8 @@
 A frame, in which all numbers are little-endian::
 
     offset  type    field
-    0               the header: kind 5, what the message is (see :class:`MessageKind`), a flag,
-                    the tag of the rules, which both ends must have in common, and the number of
-                    parts
+    0               the header: kind 5, what the message is (see :class:`MessageKind`), a flag, and
+                    the number of parts
     16      i64     number: of a gradient, among those of its worker; 0 in other messages
     24      i64[]   bytes of each part
     ...     u8[]    parts, each padded with zeros to 8 bytes
@@ -17,7 +16,6 @@ import abc
 import dataclasses
 import enum
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -34,8 +32,7 @@ _CAUSES = "the ranks do not run the same version with the same options of the pa
 
 
 class MessageKind(enum.IntEnum):
-    # A gradient, from a worker; flag 1: its second part says which parameters have one
-    PUSH = 1
+    PUSH = 1  # a gradient, from a worker; an empty part: the parameter has none
     LEAVE = 2  # the worker sends no more; flag 1: because of an error
     PARAMETERS = 3  # the reply; flag 1: the gradient was taken
     END = 4  # all workers have left: the last parameters and the server's statistics
@@ -54,12 +51,7 @@ class ServerMessage(NamedTuple):
     parts: Sequence[np.ndarray] = ()
 
 
-def tag_of(rules: object) -> int:
-    """Return 16 bits by which messages made by other rules are noticed."""
-    return zlib.crc32(repr(rules).encode()) & 0xFFFF
-
-
-def encode(message: ServerMessage, tag: int) -> np.ndarray:
+def encode(message: ServerMessage) -> np.ndarray:
     """Return the frame (1-D, uint8) of a message whose parts are 1-D, uint8."""
     sizes = [part.nbytes for part in message.parts]
     start = _FIXED + 8 * len(sizes)
@@ -69,18 +61,16 @@ def encode(message: ServerMessage, tag: int) -> np.ndarray:
         frame[start : start + size] = part
         start += size + -size % 8
     kind = header.Kind.SERVER
-    return Header(kind, message.kind, message.flag, tag, len(sizes)).seal(frame)
+    return Header(kind, message.kind, message.flag, 0, len(sizes)).seal(frame)
 
 
-def decode(frame: np.ndarray, tag: int, sender: str) -> ServerMessage:
+def decode(frame: np.ndarray, sender: str) -> ServerMessage:
     """Undo :func:`encode`; parts are views."""
 
     fail = failing(sender, _CAUSES)
-    _, kind, flag, theirs, count = opened(frame, header.Kind.SERVER, fail=fail)
+    _, kind, flag, _, count = opened(frame, header.Kind.SERVER, fail=fail)
     if frame.size < _FIXED or frame.size % 8:
         raise fail(f"{frame.size} bytes are no message")
-    if theirs != tag:
-        raise fail("it was made by other rules")
     start = _FIXED + 8 * count
     if kind not in set(map(int, MessageKind)) or start > frame.size:
         raise fail(f"kind {kind} with {count} parts in {frame.size} bytes")
@@ -173,18 +163,14 @@ class Reply(NamedTuple):
 class ServerEnd(abc.ABC):
     """A server.  It talks to no network: it takes frames and returns frames.
 
-    Its ``options`` are those of all workers, by their text; ``waiting`` has the workers that wait
-    for a reply, and whether their gradient was taken.
+    ``waiting`` has the workers that wait for a reply, and whether their gradient was taken.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, np.ndarray], workers: Iterable[int], options: object
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, np.ndarray], workers: Iterable[int]) -> None:
         self.parameters: Arrays = {name: np.array(x) for name, x in parameters.items()}
         self.active = set(workers)
         self.waiting: dict[int, bool] = {}
         self.stats = ServerStats()
-        self._tag = tag_of(options)
 
     @property
     def is_over(self) -> bool:
@@ -193,7 +179,7 @@ class ServerEnd(abc.ABC):
 
     def receive(self, worker: int, frame: np.ndarray) -> list[Reply]:
         """Take a frame, and return the replies that are due now, to this worker or others."""
-        message = decode(frame, self._tag, f"worker {worker}")
+        message = decode(frame, f"worker {worker}")
         if worker in self.stats.lost:
             self.stats.lost.remove(worker)
         if message.kind is MessageKind.LEAVE:
@@ -218,12 +204,10 @@ class ServerEnd(abc.ABC):
     def end(self) -> np.ndarray:
         """Return the last frame, with the last parameters and the statistics."""
         arrays = [bytes_of(x) for x in self.parameters.values()]
-        return encode(
-            ServerMessage(MessageKind.END, parts=[self.stats.to_bytes(), *arrays]), self._tag
-        )
+        return encode(ServerMessage(MessageKind.END, parts=[self.stats.to_bytes(), *arrays]))
 
     def _to(self, worker: int, message: ServerMessage) -> Reply:
-        frame = encode(message, self._tag)
+        frame = encode(message)
         self.stats.bytes_down += frame.nbytes
         return Reply(worker, frame)
 
@@ -240,11 +224,10 @@ class ServerEnd(abc.ABC):
 class WorkerEnd(abc.ABC):
     """A worker's end of the way to the server."""
 
-    def __init__(self, parameters: Mapping[str, np.ndarray], options: object) -> None:
+    def __init__(self, parameters: Mapping[str, np.ndarray]) -> None:
         self.parameters: Arrays = {name: np.array(x) for name, x in parameters.items()}
         self.stats: ServerStats | None = None
         self.bytes_sent = self.bytes_received = 0
-        self._tag = tag_of(options)
 
     @property
     def is_over(self) -> bool:
@@ -253,13 +236,12 @@ class WorkerEnd(abc.ABC):
 
     def leave(self, *, failed: bool = False) -> np.ndarray:
         """Return the frame that says that this worker sends no more."""
-        return encode(ServerMessage(MessageKind.LEAVE, int(failed)), self._tag)
+        return encode(ServerMessage(MessageKind.LEAVE, int(failed)))
 
     def receive(self, frame: np.ndarray) -> bool:
         """Take a frame of the server, and return whether it is the one that was waited for: a reply
-        to a push, or the end.
-        """
-        message = decode(frame, self._tag, "the server")
+        to a push, or the end."""
+        message = decode(frame, "the server")
         if message.kind is MessageKind.BEAT:
             return False
         self.bytes_received += frame.nbytes
@@ -272,7 +254,7 @@ class WorkerEnd(abc.ABC):
         return True
 
     def _sent(self, message: ServerMessage) -> np.ndarray:
-        frame = encode(message, self._tag)
+        frame = encode(message)
         self.bytes_sent += frame.nbytes
         return frame
 

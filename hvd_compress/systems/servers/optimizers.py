@@ -9,7 +9,6 @@ from typing import Protocol
 
 import numpy as np
 
-from hvd_compress.optimizers import adam
 from hvd_compress.optimizers.base import Formula, Now, State
 from hvd_compress.systems.base import Arrays
 
@@ -67,27 +66,3 @@ class SGD(Formula):
             v = self.momentum * state["velocity"] + g if state else g
             state, g = {"velocity": v}, g + self.momentum * v if self.nesterov else v
         return w - self.lr * g, state
-
-
-@dataclasses.dataclass(frozen=True)
-class Adam(adam.AdamFormula):
-    """Adam as ``torch.optim.Adam``.
-
-    Args:
-        lr: the learning rate where the worker sends none.
-        betas, eps, weight_decay: as there; the decay is added to the gradient.
-
-    >>> from hvd_compress.optimizers import Now
-    >>> w, state = Adam(lr=0.5).step(np.array([1.0]), np.array([0.2]), {}, Now(step=1))
-    >>> w.round(3), sorted(state)
-    (array([0.5]), ['exp_avg', 'exp_avg_sq'])
-    """
-
-    def update(
-        self, w: np.ndarray, g: np.ndarray, state: State, now: Now
-    ) -> tuple[np.ndarray, State]:
-        g = g + self.weight_decay * w if self.weight_decay else g
-        m, v = self.momentum(state["exp_avg"], g), self.variance(state["exp_avg_sq"], g)
-        root = np.sqrt(v / (1 - self.betas[1] ** now.step)) + self.eps
-        step = self.lr / (1 - self.betas[0] ** now.step) * m / root
-        return w - step, {"exp_avg": m, "exp_avg_sq": v}

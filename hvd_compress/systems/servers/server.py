@@ -4,9 +4,7 @@ may go on."""
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,20 @@ from hvd_compress.systems.servers.messages import (
 )
 from hvd_compress.systems.servers.optimizers import ArrayOptimizer, ServerOptimizer
 
-_as_compression = functools.partial(checked_compression, sent="a server takes gradients")
+#: what methods may need that workers do not know
+_UNKNOWN = {
+    "takes_momentum": "the optimizer's momentum",
+    "needs_epoch": "epochs",
+    "needs_gradient_norm": "the norm of all gradients",
+}
+
+
+def _as_compression(compression: Any) -> Compressor:
+    method = checked_compression(compression, "a server takes gradients")
+    for trait, what in _UNKNOWN.items():
+        if getattr(method, trait):
+            raise _refused(method, f"it needs {what}")
+    return method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,39 +85,26 @@ class Rules(Configurable, kind="parameter server", name="rules"):
 
 
 class LinkCoder:
-    """Both ends of the way of one worker's gradients, each tensor of which is a message of its own;
-    for the options see :class:`Server`."""
+    """Both ends of the way of one worker's gradients.  Each tensor is a part of its own in a
+    message; the part is empty if there is nothing to send."""
 
-    def __init__(
-        self,
-        rules: Rules,
-        worker: int,
-        *,
-        seed: int = 0,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-    ) -> None:
+    def __init__(self, rules: Rules, worker: int, seed: int = 0) -> None:
         self.method = rules.compression
         # Workers draw different random numbers, which the server can draw again.
         self._context = Context(seed=seed * 2**20 + worker)
-        if self.method.takes_momentum:
-            self._context = self._context._replace(momentum=momentum, nesterov=nesterov)
 
     def encode(
-        self, arrays: Mapping[str, np.ndarray], states: Mapping[str, State], step: int, epoch: float
+        self, arrays: Mapping[str, np.ndarray | None], states: Mapping[str, State], step: int
     ) -> tuple[list[np.ndarray], dict[str, State]]:
         """Return the parts of a message of arrays by name, and the new states; ``states`` lacks
         those of tensors that were never sent."""
-        parts, after, context = [], {}, self._in_step(step, epoch)
-        if self.method.needs_gradient_norm:
-            squares = [float(np.sum(np.square(x, dtype=float))) for x in arrays.values()]
-            context = context._replace(gradient_norm=math.sqrt(sum(squares)))
+        parts, after, context = [], dict(states), self._context._replace(step=step)
         for name, x in arrays.items():
-            if not x.size:
+            if x is None or not x.size:
+                parts.append(np.empty(0, np.uint8))
                 continue
             method = self._method(name, x)
-            state = states.get(name)
-            state = method.init(x) if state is None else state
+            state = states[name] if name in states else method.init(x)
             try:
                 encoded = method.encode(x, state, context._replace(name=name))
             except UnsupportedError as error:
@@ -116,29 +114,26 @@ class LinkCoder:
         return parts, after
 
     def decode(
-        self,
-        parts: Iterator[np.ndarray],
-        like: Mapping[str, np.ndarray],
-        step: int,
-        epoch: float,
-        sender: str,
+        self, parts: Sequence[np.ndarray], like: Mapping[str, np.ndarray], step: int, sender: str
     ) -> Arrays:
-        """Return arrays of the shapes and dtypes of ``like`` from the parts of a message."""
-        found, context = {}, self._in_step(step, epoch)
-        for name, shape in like.items():
-            if not shape.size:
-                found[name] = shape
+        """Return arrays of the shapes and dtypes of ``like`` from the parts of a message, without
+        those that are not in it.
+
+        Raises:
+            PayloadError: the parts are not what the method would have sent.
+        """
+        if len(parts) != len(like):
+            raise PayloadError(f"bad payload from {sender}: {len(parts)} parts of {len(like)}")
+        found, context = {}, self._context._replace(step=step)
+        for (name, x), part in zip(like.items(), parts, strict=True):
+            if not part.size:
                 continue
-            if (part := next(parts, None)) is None:
-                raise PayloadError(f"bad payload from {sender}, {name!r}: a part is missing")
-            method = self._method(name, shape)
+            method = self._method(name, x)
             try:
-                found[name] = method.decode(part, shape, context._replace(name=name))
+                found[name] = method.decode(part, x, context._replace(name=name))
             except PayloadError as error:
                 text = str(error).replace(f"rank {context.rank}", f"{sender}, {name!r}", 1)
                 raise PayloadError(text) from None
-        if next(parts, None) is not None:
-            raise PayloadError(f"bad payload from {sender}: parts that belong to no parameter")
         return found
 
     def _method(self, name: str, x: np.ndarray) -> Compressor:
@@ -147,14 +142,11 @@ class LinkCoder:
             raise _refused(method, "its tensors share a state")
         return method
 
-    def _in_step(self, step: int, epoch: float) -> Context:
-        return self._context._replace(step=step, epoch=None if math.isnan(epoch) else epoch)
-
 
 def _refused(method: Compressor, reason: str) -> ConfigError:
     return ConfigError(
         f"compression={method.name!r} cannot be sent to a server: {reason}; use a method whose "
-        "messages stand alone, such as 'topk', 'dgc:small=sparse', 'efsignsgd' or 'fp16'"
+        "messages stand alone, such as 'topk', 'efsignsgd' or 'fp16'"
     )
 
 
@@ -166,9 +158,7 @@ class Server(ServerEnd):
         optimizer: steps on them; or a formula to step by.
         workers: the numbers of the workers, all of which know ``parameters``.
         rules: the same at all workers.
-        options: ``seed``, of random numbers that servers and workers share; ``momentum`` and
-            ``nesterov``, for compressions that take momentum over, so that ``optimizer`` must have
-            none.
+        seed: of random numbers that server and workers share.
 
     Attributes:
         parameters: those of now.
@@ -189,9 +179,9 @@ class Server(ServerEnd):
         optimizer: Formula | ServerOptimizer,
         workers: Iterable[int],
         rules: Rules,
-        **options: Any,
+        seed: int = 0,
     ) -> None:
-        super().__init__(parameters, workers, rules)
+        super().__init__(parameters, workers)
         self.rules = rules
         self.optimizer: ServerOptimizer = (
             ArrayOptimizer(optimizer) if isinstance(optimizer, Formula) else optimizer
@@ -199,27 +189,20 @@ class Server(ServerEnd):
         self._version = 0
         self._base = dict.fromkeys(self.active, 0)  # the version that a worker has
         self._arrived: dict[int, tuple[Arrays | None, list[float]]] = {}  # of this step
-        self._coders = {w: LinkCoder(rules, w, **options) for w in self.active}
+        self._coders = {w: LinkCoder(rules, w, seed) for w in self.active}
 
     def _pushed(self, worker: int, message: ServerMessage, is_back: bool) -> list[Reply]:
         if is_back:
             self.stats.dropped[worker] += 1
             return [self._reply(worker, False)]
-        sender = f"worker {worker}"
-        parts = iter(message.parts)
-        epoch, *rates = next(parts).view("<f8").tolist()
-        names = list(self.parameters)
-        if message.flag:  # one mark for each parameter
-            marks = next(parts, np.empty(0))
-            if marks.size != len(names):
-                raise PayloadError(f"bad payload from {sender}: {marks.size} marks for {names}")
-            names = [name for name, is_there in zip(names, marks, strict=True) if is_there]
+        head, *parts = message.parts
+        rates = head.view("<f8").tolist()
         if self.rules.mode == "sync" and self._base[worker] != self._version:
             self.stats.dropped[worker] += 1  # it is of a step that is over
             self.waiting[worker] = False
             return self._due()
-        like = {name: self.parameters[name] for name in names}
-        read = self._coders[worker].decode(parts, like, message.number, epoch, sender)
+        sender = f"worker {worker}"
+        read = self._coders[worker].decode(parts, self.parameters, message.number, sender)
         found = read if all_finite(read) else None
         self.stats.non_finite += found is None
         self.waiting[worker] = found is not None
@@ -272,7 +255,7 @@ class Link(WorkerEnd):
     Args:
         parameters: those that the server owns, as it has them in the beginning.
         worker: the worker's number.
-        rules, options: those of the server.
+        rules, seed: those of the server.
 
     Attributes:
         parameters: as this worker knows them.
@@ -293,43 +276,37 @@ class Link(WorkerEnd):
         parameters: Mapping[str, np.ndarray],
         worker: int,
         rules: Rules,
-        **options: Any,
+        seed: int = 0,
     ) -> None:
-        super().__init__(parameters, rules)
+        super().__init__(parameters)
         self.states: dict[str, State] = {}
         self.taken = True
-        self._coder = LinkCoder(rules, worker, **options)
+        self._coder = LinkCoder(rules, worker, seed)
         self._pending: dict[str, State] | None = None
         self._pushes = 0
 
     def push(
-        self,
-        gradients: Mapping[str, np.ndarray],
-        rates: Sequence[float] = (),
-        epoch: float | None = None,
+        self, gradients: Mapping[str, np.ndarray | None], rates: Sequence[float] = ()
     ) -> np.ndarray:
-        """Return the frame of gradients by the names of the parameters; one that is left out has
+        """Return the frame of gradients by the names of the parameters; ``None`` for one that has
         no gradient.
 
         Args:
             rates: the learning rate of each group of parameters; none for the server's own.
-            epoch: for compressions with schedules by epoch.
         """
         if self._pending is not None:
             raise ConfigError("a gradient is under way: wait for the reply before the next one")
-        if not gradients.keys() <= self.parameters.keys():
-            raise ConfigError(f"gradients of {sorted(gradients)}, not {sorted(self.parameters)}")
-        known = math.nan if epoch is None else float(epoch)
-        ordered = {name: gradients[name] for name in self.parameters if name in gradients}
-        parts = [np.array([known, *rates]).view(np.uint8)]
-        if is_partial := len(ordered) < len(self.parameters):
-            parts.append(np.array([name in ordered for name in self.parameters], np.uint8))
+        if gradients.keys() != self.parameters.keys():
+            raise ConfigError(
+                f"gradients of {sorted(gradients)}, not of {sorted(self.parameters)}; None stands "
+                "for one that is not there"
+            )
+        ordered = {name: gradients[name] for name in self.parameters}
         number = self._pushes
-        coded, states = self._coder.encode(ordered, self.states, number, known)
-        self._pending, self._pushes = {**self.states, **states}, number + 1
-        return self._sent(
-            ServerMessage(MessageKind.PUSH, int(is_partial), number, [*parts, *coded])
-        )
+        parts, self._pending = self._coder.encode(ordered, self.states, number)
+        self._pushes = number + 1
+        head = np.array(rates, "<f8").view(np.uint8)
+        return self._sent(ServerMessage(MessageKind.PUSH, 0, number, [head, *parts]))
 
     def _replied(self, message: ServerMessage) -> None:
         self.parameters = arrays_of(message.parts, self.parameters, "the server")

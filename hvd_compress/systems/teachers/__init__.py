@@ -4,23 +4,20 @@ Every rank, or every group of ranks, trains a model of its own, and an auxiliary
 predictions to those of the others.  No gradient travels between them: either predictions do, on
 batches that all see, or the models themselves do, rarely.
 
-Nothing here knows a framework: who exchanges what and when, messages, schedules, the order of
-examples, and losses in NumPy.
+Nothing here knows a framework: who exchanges what and when, messages, schedules, and losses in
+NumPy.
 """
 
 from hvd_compress.systems.teachers.codistiller import Codistiller
 from hvd_compress.systems.teachers.exchanges import Counterparts
 from hvd_compress.systems.teachers.losses import LOSSES
-from hvd_compress.systems.teachers.method import Codistillation, Decay, Ramp, WeightDecay
-from hvd_compress.systems.teachers.sampling import CoordinatedSampler
+from hvd_compress.systems.teachers.method import Codistillation, Ramp, WeightDecay
 
 __all__ = [
     "LOSSES",
     "Codistillation",
     "Codistiller",
-    "CoordinatedSampler",
     "Counterparts",
-    "Decay",
     "Ramp",
     "WeightDecay",
 ]

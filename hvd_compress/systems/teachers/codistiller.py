@@ -1,10 +1,10 @@
-"""Codistillation on one rank: its teachers, and when they are exchanged, by an :class:`.Owner`."""
+"""Codistillation on one rank: its teachers, and when they are exchanged."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,19 +18,25 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.reduce.state_file import entry, refused
 from hvd_compress.requests.dense import itemsize
 from hvd_compress.stats import Stats
+from hvd_compress.systems import graphs, rounds
 from hvd_compress.systems.base import Arrays
-from hvd_compress.systems.owner import Exchange, Owner
+from hvd_compress.systems.owner import Owner
 from hvd_compress.systems.teachers.exchanges import (
     Counterparts,
-    exchange_checkpoints,
-    exchange_predictions,
+    exchange,
     fingerprint_of,
 )
-from hvd_compress.systems.teachers.method import Codistillation
-from hvd_compress.systems.teachers.sampling import CoordinatedSampler
+from hvd_compress.systems.teachers.method import Codistillation, Ramp, WeightDecay
+
+#: what ranks that exchange predictions compare
+_OUTPUTS = "predictions, of batches that must be equal, without a smaller one at the end"
+_INPUTS = (
+    "inputs, which must be the same examples in the same order and with the same augmentation "
+    "unless exchange='checkpoints'"
+)
 
 
-class Codistiller:
+class Codistiller(Owner):
     """Runs codistillation on this rank, over an engine, in every step of a loop::
 
         codistiller.next_step()
@@ -54,31 +60,21 @@ class Codistiller:
     """
 
     def __init__(self, method: Codistillation, engine: Engine, *, like: Array = None) -> None:
-        self.method = method
-        self.owner = Owner("codistillation", lambda: engine, self._terms, like)
+        super().__init__("codistillation", like)
+        self.method, self.engine = method, engine
         self._changing: frozenset[str] | None = None  # as of the last exchange
         self._warned: set[int] = set()
         self.counterparts  # noqa: B018, raises if the groups do not fit
 
     @property
-    def step(self) -> int:
-        """The number of the step under way, from 1."""
-        return self.owner.step
-
-    @property
-    def exchanges(self) -> int:
-        """The number of exchanges that this rank has begun."""
-        return self.owner.exchanges
-
-    @property
     def teachers(self) -> list[Arrays]:
         """The arrays of the other models by name; empty before the first exchange."""
-        return list(self.owner.state.values())
+        return list(self.state.values())
 
     @property
     def counterparts(self) -> Counterparts:
         """The ranks with which this rank exchanges."""
-        return self.method.counterparts(self.owner.engine.rank, self.owner.engine.size)
+        return self.method.counterparts(self.engine.rank, self.engine.size)
 
     @property
     def weight(self) -> float:
@@ -99,14 +95,6 @@ class Codistiller:
             )
         return self.method.weight_decay.at(self.step)
 
-    def sampler(
-        self, examples: Sized | int, *, seed: int = 0, shuffle: bool = True
-    ) -> CoordinatedSampler:
-        """Return a sampler that gives the same examples to ranks that exchange predictions, and
-        shares them in a group."""
-        _, _, place, places = self.counterparts
-        return CoordinatedSampler(examples, seed=seed, place=place, places=places, shuffle=shuffle)
-
     def arrays(self) -> Arrays:
         """Return the floats of the model by name that a prediction needs and training changes on
         any rank.  Names, shapes and dtypes are the same on all ranks."""
@@ -119,7 +107,7 @@ class Codistiller:
 
     def next_step(self) -> None:
         """Begin a step."""
-        self.owner.step += 1
+        self.step += 1
 
     def predictions(self, own: Array, inputs: Sequence[np.ndarray] = ()) -> list[Array]:
         """Return what the teachers predict on the batch of this step; empty in steps without
@@ -127,36 +115,34 @@ class Codistiller:
 
         Args:
             own: this model's predictions; the same shape and dtype on all ranks.
-            inputs: of this batch, which ranks compare; none to trust that they are the same.
+            inputs: of this batch, which ranks compare unless there are groups; none to trust that
+                they are the same.
         """
         peers = self.counterparts
         if not (peers.sources and self.weight and self.method.is_due(self.step)):
             return []
-        fingerprint = fingerprint_of(inputs)
-        self.owner.agree()
+        xp = backend_of(own)
+        same = {} if self.method.groups else {_INPUTS: fingerprint_of(inputs)}
+        self._agree(**{_OUTPUTS: f"{xp.dtype(own)} {[*xp.shape(own)]}", **same})
         self._count([own])
-        found = self.owner.ask(exchange_predictions(own, peers, self.method.values, fingerprint))
-        return self.usable(found)
+        found = self._ask(exchange({"": own}, peers, self.method.values))
+        return self.usable([arrays[""] for arrays in found])
 
     def checkpoints(self) -> list[Arrays]:
         """Return the teachers' arrays, and send this rank's where that is due.  A collective."""
         peers = self.counterparts
-        if not peers.sources:
-            return []
-        if self.method.is_due(self.step):
+        if peers.sources and self.method.is_due(self.step):
             own, names = self.arrays(), frozenset(self.changing())
             # What was frozen since the last exchange has changed since then.
             due = own.keys() if self._changing is None else names | self._changing
             sent = {name: x for name, x in own.items() if name in due}
             self._changing = names
-            self.owner.agree(model=listed((n, backend_of(x).shape(x)) for n, x in sent.items()))
+            self._agree(model=listed((n, backend_of(x).shape(x)) for n, x in sent.items()))
             if sent:
                 self._count(list(sent.values()))
-                self.owner.start(_by_teacher(sent, peers, self.method.values))
-        if self.method.is_due(self.step - self.method.delay) and (new := self.owner.arrived()):
-            state = self.owner.state
-            self.owner.state = {key: {**state.get(key, {}), **x} for key, x in new.items()}
-        self.owner.poll()
+                found = self._ask(exchange(sent, peers, self.method.values))
+                for source, new in zip(peers.sources, found, strict=True):
+                    self.state[str(source)] = {**self.state.get(str(source), {}), **new}
         return self.teachers
 
     def usable(self, outputs: Sequence[Array]) -> list[Array]:
@@ -179,28 +165,26 @@ class Codistiller:
     def stats(self) -> Stats:
         """Return the exact bytes so far; ``steps`` are exchanges, and "dense" is what they would
         have sent in the dtypes of predictions and parameters."""
-        return Stats({self.method.exchange: self.owner.record})
+        return Stats({self.method.exchange: self.record})
 
-    def _terms(self) -> Terms:
+    def terms(self) -> Terms:
         return {"codistillation": repr(self.method), "step": str(self.step)}
 
     def _count(self, own: Sequence[Array]) -> None:
-        copies, record = len(self.counterparts.targets), self.owner.record
+        copies, record = len(self.counterparts.targets), self.record
         for x in own:
             xp = backend_of(x)
             record.dense_bytes += copies * xp.size(x) * itemsize(xp.dtype(x))
             record.elements += copies * xp.size(x)
             record.elements_sent += copies * xp.size(x)
-        self.owner.exchanges += 1
+        self.exchanges += 1
         record.steps += 1
 
     # -- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank; the teachers in it are this rank's own.  It waits for an
-        exchange that is under way."""
-        self.owner.bring_in()
-        return self.owner.state_dict(exchange=self.method.exchange)
+        """Return the state of this rank; the teachers in it are this rank's own."""
+        return self._saved(self.state, exchange=self.method.exchange)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict` on this rank.  The result of another rank
@@ -215,21 +199,14 @@ class Codistiller:
         def check(_: str, arrays: Arrays) -> None:
             _check(arrays, own)
 
-        saved = self.owner.read(state_dict, check)
+        saved = self._read(state_dict, check)
         check_choice("exchange", entry(state_dict, "exchange", str), (self.method.exchange,))
-        sources, arrived = set(map(str, self.counterparts.sources)), saved.arrived
-        if saved.is_own and not saved.state.keys() | arrived.keys() <= sources:
+        if saved.is_own and not saved.state.keys() <= {*map(str, self.counterparts.sources)}:
             raise refused(f"it has teachers of other groups of ranks: {sorted(saved.state)}")
         if any(arrays.keys() != own.keys() for arrays in saved.state.values()):
             raise refused("its teachers are of another model")
-        self.owner.bring_in()  # what is of another run
-        self.owner.restore(saved, own={*saved.state, *arrived})
-        self._changing = None
-
-
-def _by_teacher(sent: Arrays, peers: Counterparts, values: str | None) -> Exchange:
-    found = yield from exchange_checkpoints(sent, peers, values)
-    return dict(zip(map(str, peers.sources), found, strict=True))
+        self.state = saved.state if saved.is_own else {}
+        self.step, self._changing = saved.header.step, None
 
 
 def _check(arrays: Arrays, own: Arrays) -> None:
@@ -287,3 +264,17 @@ def codistillation_over(
         "__module__": module,
     }
     return type("Codistillation", (base,), members)
+
+
+def systems_over(
+    base: type[Codistiller], make_engine: Callable[[Any], Engine], module: str
+) -> dict[str, Any]:
+    """Return what systems add to the ``module`` of a framework, by name; the arguments are those of
+    :func:`codistillation_over`."""
+    return {
+        **rounds.METHODS,
+        **graphs.METHODS,
+        "Codistillation": codistillation_over(base, make_engine, module),
+        "Ramp": Ramp,
+        "WeightDecay": WeightDecay,
+    }

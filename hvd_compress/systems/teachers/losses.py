@@ -5,13 +5,11 @@ With z this model's outputs, q = softmax(z), and the outputs of teachers j = 1 .
 ==================  ================================  =============================================
 name                what is averaged over teachers    loss of an example
 ==================  ================================  =============================================
-``cross_entropy``   p = mean of softmax(z_j)          - sum p log q
 ``kl``              p = mean of softmax(z_j)          KL(p || q) = sum p (log p - log q)
-``reverse_kl``      l = mean of log softmax(z_j)      sum q (log q - l), the mean of KL(q || p_j)
 ``mse``             t = mean of z_j                   mean of (z - t)^2 over the outputs
 ==================  ================================  =============================================
 
-and the mean over examples.  The first two have the same gradient.  Up to a constant, the loss to
+and the mean over examples.  Up to a constant, the loss to
 the average has the gradient of the averaged losses, too.
 """
 
@@ -57,14 +55,8 @@ def losses_over(f: Functions) -> dict[str, Loss]:
     def softmax(z: Any) -> Any:
         return f.exp(f.log_softmax(z))
 
-    def reverse_kl(z: Any, mean_log_p: Any) -> Any:
-        log_q = f.log_softmax(z)
-        return f.sums(f.exp(log_q) * (log_q - mean_log_p))
-
     return {
-        "cross_entropy": Loss(softmax, lambda z, p: f.sums(-p * f.log_softmax(z))),
         "kl": Loss(softmax, lambda z, p: f.sums(p * (f.log(p) - f.log_softmax(z)))),
-        "reverse_kl": Loss(f.log_softmax, reverse_kl),
         "mse": Loss(lambda z: z, lambda z, mean: f.mean((z - mean) ** 2)),
     }
 

@@ -5,9 +5,7 @@ References: Anil et al., 2018; Sodhani et al., 2020.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-import functools
 from typing import Any
 
 from hvd_compress.config import (
@@ -16,30 +14,20 @@ from hvd_compress.config import (
     check_between,
     check_choice,
     check_whole,
+    checked,
     converted,
     is_number,
 )
 from hvd_compress.errors import ConfigError
-from hvd_compress.systems.base import Groups, checked_groups, groups_of
+from hvd_compress.systems.base import check_groups
 from hvd_compress.systems.teachers.exchanges import Counterparts
 from hvd_compress.systems.teachers.losses import LOSSES
 
 EXCHANGES = ("checkpoints", "predictions")
 
-_checked_groups = functools.partial(checked_groups, otherwise="a model on each rank")
-
-
-class Weight(Configurable, abc.ABC, kind="distillation weight"):
-    """A weight that changes with the step."""
-
-    @abc.abstractmethod
-    def at(self, step: int, burn_in: int) -> float:
-        """Return the weight in a step, counted from 1, of which the first ``burn_in`` are without
-        distillation."""
-
 
 @dataclasses.dataclass(frozen=True)
-class Ramp(Weight, name="ramp"):
+class Ramp(Configurable, kind="distillation weight", name="ramp"):
     """A weight that rises from 0 to ``to`` by equal increments in ``steps`` steps after the
     burn-in, and stays there.
 
@@ -60,6 +48,8 @@ class Ramp(Weight, name="ramp"):
         check_whole("steps", self.steps, 1)
 
     def at(self, step: int, burn_in: int) -> float:
+        """Return the weight in a step, counted from 1, of which the first ``burn_in`` are without
+        distillation."""
         return self.to * min(1.0, (step - burn_in) / self.steps)
 
 
@@ -68,33 +58,6 @@ def _milestones(value: Any) -> tuple[int, ...]:
     for step in found:
         check_whole("at_steps", step, 1)
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Decay(Weight, name="decay"):
-    """A weight that is ``start``, and is multiplied by ``factor`` after each of the steps
-    ``at_steps``, for instance those at which the learning rate drops.
-
-    Args:
-        start, factor: 0 or more.
-        at_steps: numbers of steps, from 1; none for a weight that stays.
-
-    >>> weight = Decay(start=1.0, factor=0.5, at_steps=(10, 20))
-    >>> [weight.at(step, burn_in=0) for step in (10, 11, 21)]
-    [1.0, 0.5, 0.25]
-    """
-
-    start: float = 1.0
-    factor: float = 0.1
-    at_steps: tuple[int, ...] = dataclasses.field(default=(), metadata=converted(_milestones))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_between("start", self.start, 0)
-        check_between("factor", self.factor, 0)
-
-    def at(self, step: int, burn_in: int) -> float:
-        return self.start * self.factor ** sum(step > drop for drop in self.at_steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +98,14 @@ class WeightDecay(Configurable, kind="weight decay", name="weight_decay"):
         return self.values[sum(step > drop for drop in self.at_steps)]
 
 
-def as_weight(value: Any) -> float | Weight:
+def as_weight(value: Any) -> float | Ramp:
     """Return a number that is 0 or more, or a schedule."""
-    if isinstance(value, Weight):
+    if isinstance(value, Ramp):
         return value
     if not is_number(value) or not 0 <= value < float("inf"):
         raise ConfigError(
-            "weight must be a number, 0 or more, or a schedule such as Ramp(to=1.0, steps=1000) or "
-            f"Decay(start=1.0, factor=0.1, at_steps=(3000, 6000)); got {value!r}"
+            "weight must be a number, 0 or more, or a schedule such as Ramp(to=1.0, steps=1000); "
+            f"got {value!r}"
         )
     return float(value)
 
@@ -162,11 +125,10 @@ class Codistillation(Configurable, kind="codistillation", name="codistillation")
             sends those on the batch that all ranks have.  NaN or Inf is left out of the mean.
         every: T steps between exchanges; ``None``: 50 with checkpoints, 1 with predictions.
         burn_in: the number of first steps without distillation.
-        weight: alpha, a number or a schedule: :class:`Ramp` or :class:`Decay`.
-        loss: D, "cross_entropy", "kl", "reverse_kl" or "mse".
-        groups: lists of ranks, or their size; a group trains one model.  ``None``: one per rank.
+        weight: alpha, a number or a schedule, :class:`Ramp`.
+        loss: D, "kl" or "mse".
+        groups: the number of ranks that train one model; ``None``: a model per rank.
         values: "float16" to send floats in 16 bits; ``None`` for their own dtype.
-        delay: the number of steps that checkpoints may travel, less than T.
         weight_decay: a :class:`WeightDecay`, of the optimizers; ``None`` to leave theirs alone.
 
     Reference: Anil et al., ICLR 2018; Sodhani et al., 2020.
@@ -178,13 +140,10 @@ class Codistillation(Configurable, kind="codistillation", name="codistillation")
     exchange: str = "checkpoints"
     every: int | None = None
     burn_in: int = 0
-    weight: float | Weight = dataclasses.field(default=1.0, metadata=converted(as_weight))
+    weight: float | Ramp = dataclasses.field(default=1.0, metadata=converted(as_weight))
     loss: str = "kl"
-    groups: Groups | int | None = dataclasses.field(
-        default=None, metadata=converted(_checked_groups)
-    )
+    groups: int | None = checked(check_groups, None)
     values: str | None = None
-    delay: int = 0
     weight_decay: WeightDecay | None = None
 
     def __post_init__(self) -> None:
@@ -195,21 +154,10 @@ class Codistillation(Configurable, kind="codistillation", name="codistillation")
         check_whole("burn_in", self.burn_in, 0)
         check_choice("loss", self.loss, tuple(LOSSES))
         check_choice("values", self.values, (None, "float16"))
-        check_whole("delay", self.delay, 0)
         if self.weight_decay is not None and not isinstance(self.weight_decay, WeightDecay):
             raise ConfigError(
                 "weight_decay must be WeightDecay(values=(5e-4, 1e-5, 0.0), at_steps=(3000, 6000)) "
                 f"or None; got {self.weight_decay!r}"
-            )
-        if self.delay and self.exchange == "predictions":
-            raise ConfigError(
-                "delay is for exchange='checkpoints': predictions are needed in the step that they "
-                "are of; leave it out"
-            )
-        if self.delay >= self.period:
-            raise ConfigError(
-                f"delay={self.delay} must be less than every={self.period}, so that one exchange "
-                "ends before the next begins"
             )
 
     @property
@@ -232,14 +180,13 @@ class Codistillation(Configurable, kind="codistillation", name="codistillation")
         """Return with whom a rank exchanges, given the number of ranks.
 
         Raises:
-            ConfigError: the groups do not fit this number; or they differ in size, so that ranks
+            ConfigError: the groups differ in size, so that ranks
                 that exchange predictions could not have the same batches.
         """
-        groups = groups_of(1 if self.groups is None else self.groups, size)
-        if self.exchange == "predictions" and len(set(map(len, groups))) > 1:
+        if self.exchange == "predictions" and size % (self.groups or 1):
             raise ConfigError(
                 f"groups={self.groups!r} of {size} ranks differ in size: ranks that exchange "
                 "predictions have the same batch, as they have the same place in their groups; "
                 "make groups of equal size, or use exchange='checkpoints'"
             )
-        return Counterparts.of(groups, rank)
+        return Counterparts.of(self.groups or 1, rank, size)

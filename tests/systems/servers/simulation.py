@@ -33,8 +33,7 @@ class Simulation:
             link = self.links[worker]
             gradients = self._gradient(worker, link.parameters, self.steps[worker])
             self.steps[worker] += 1
-            frame = link.push({name: g for name, g in gradients.items() if g is not None})
-            self._deliver(self.server.receive(worker, frame))
+            self._deliver(self.server.receive(worker, link.push(gradients)))
 
     def leave(self, worker):
         self._deliver(self.server.receive(worker, self.links[worker].leave()))

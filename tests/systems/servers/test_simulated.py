@@ -7,14 +7,13 @@ import copy
 import numpy as np
 import pytest
 
-from hvd_compress import as_compressor, method_names
+from hvd_compress import StagedWarmup, TopK, method_names
 from hvd_compress.base import Context, Sparse
-from hvd_compress.engines import lockstep
+from hvd_compress.blocks import allgather, chain, clip_by_local_norm, top_k
 from hvd_compress.errors import ConfigError, PayloadError
-from hvd_compress.methods import NoCompression
+from hvd_compress.optimizers import LAMB
 from hvd_compress.systems.servers import (
     SGD,
-    Adam,
     Link,
     Rules,
     Server,
@@ -43,13 +42,10 @@ def everything(simulation):
 # -- gradients that are not there -----------------------------------------------------------------
 
 
-OPTIMIZERS = (
-    SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    Adam(lr=0.1, weight_decay=0.1),
-)
+OPTIMIZERS = (SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1), LAMB(lr=0.1))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["sgd", "lamb"])
 @pytest.mark.parametrize(
     "rules",
     [
@@ -84,14 +80,6 @@ def test_a_gradient_that_some_have_counts_as_zero_on_the_others():
     sim.run([0, 1])
     assert value(sim) == pytest.approx(1 - 0.1 / 2)
     assert everything(sim).updates == 1
-
-
-def test_marks_of_another_model_are_noticed():
-    rules = Rules()
-    start = {name: np.ones(2) for name in "abc"}
-    server, link = Server(start, SGD(), [0], rules), Link({"a": np.ones(2)}, 0, rules)
-    with pytest.raises(PayloadError, match="1 marks for"):
-        server.receive(0, link.push({}))
 
 
 def test_more_backup_workers_than_workers():
@@ -147,56 +135,17 @@ def test_asynchronous_by_hand():
 # -- laws --------------------------------------------------------------------------------------
 
 
-def problem(workers, seed=0):
-    rng = np.random.default_rng(seed)
-    start = {
-        "w": rng.standard_normal((40, 30)).astype(np.float32),
-        "b": rng.standard_normal(30).astype(np.float32),
-        "scale": np.float32(1.5) + np.zeros((), np.float32),
-    }
-    noise = {}
-
-    def gradient(worker, x, step):
-        if (worker, step) not in noise:
-            own = np.random.default_rng([seed, worker, step])
-            noise[worker, step] = {
-                name: own.standard_normal(value.shape).astype(np.float32)
-                for name, value in start.items()
-            }
-        return {name: x[name] + noise[worker, step][name] for name in x}
-
-    return start, gradient
-
-
-def test_synchronous_is_the_dense_average_bit_for_bit():
-    start, gradient = problem(4)
-    sim = Simulation(start, gradient, 4, Rules(), SGD(0.1, 0.9))
-    x, world, velocity = start, lockstep.World(NoCompression(), 4), {}
-    for step in range(4):
-        sim.run([(step + i) % 4 for i in range(4)])  # in whatever order
-        gradients = [gradient(worker, x, step) for worker in range(4)]
-        means = {k: o.mean for k, o in world.exchange_all(gradients)[0].items()}
-        velocity = {k: 0.9 * velocity[k] + g if velocity else g for k, g in means.items()}
-        x = {k: x[k] - 0.1 * velocity[k] for k in x}
-        for name in x:
-            np.testing.assert_array_equal(sim.parameters[name], x[name])
-            assert x[name].dtype == np.float32
-        for worker in range(4):
-            for name in x:
-                np.testing.assert_array_equal(sim.links[worker].parameters[name], x[name])
-
-
 def sendable(name):
     try:
         rules = Rules(compression=name)
         x = {"w": np.ones((4, 5), np.float32)}
-        Link(x, 0, rules).push(x, epoch=0)
+        Link(x, 0, rules).push(x)
     except ConfigError:
         return False
     return True
 
 
-ALL = (*method_names(), "dgc:small=sparse", "efsignsgd:via=allgather", "signsgd:via=allgather")
+ALL = (*method_names(), "efsignsgd:via=allgather", "signsgd:via=allgather")
 SENDABLE = [name for name in ALL if not name.startswith("test-") and sendable(name)]
 
 
@@ -208,28 +157,30 @@ def test_most_methods_can_be_sent():
     link = Link(x, 0, Rules(compression="ef21"))
     with pytest.raises(ConfigError, match="compression='ef21' cannot be sent to a server"):
         link.push(x)
+    for method, what in (
+        ("dgc", "momentum"),
+        (TopK(density=StagedWarmup("epoch")), "epochs"),
+        (chain(clip_by_local_norm(1.0), via=allgather(top_k(0.1))), "norm"),
+    ):
+        with pytest.raises(ConfigError, match=f"cannot be sent to a server: it needs .*{what}"):
+            Rules(compression=method)
 
 
 @pytest.mark.parametrize("name", SENDABLE)
 def test_a_server_reads_what_the_worker_sent(name):
-    rules, momentum = Rules(compression=name), 0.9 if as_compressor(name).takes_momentum else 0.0
-    coder = LinkCoder(rules, 1, seed=3, momentum=momentum)
+    rules = Rules(compression=name)
+    coder = LinkCoder(rules, 1, seed=3)
     rng, states = np.random.default_rng(0), {}
     shapes = {"w": np.zeros((60, 50), np.float32), "b": np.zeros(7), "none": np.zeros(0)}
     for step in range(3):
         x = {k: rng.standard_normal(v.shape).astype(v.dtype) for k, v in shapes.items()}
         before = copy.deepcopy(states)
-        parts, states = coder.encode(x, states, step, epoch=float(step))
-        found = coder.decode(iter(parts), shapes, step, float(step), "worker 0")
-        assert not found["none"].size
+        parts, states = coder.encode(x, states, step)
+        found = coder.decode(parts, shapes, step, "worker 0")
+        assert found.keys() == {"w", "b"}
         for key in ("w", "b"):
             assert found[key].dtype == x[key].dtype
-            context = Context(
-                key, step=step, epoch=float(step), seed=3 * 2**20 + 1, momentum=momentum
-            )
-            if rules.compression.needs_gradient_norm:
-                norm = np.sqrt(sum(float(np.sum(np.square(g, dtype=float))) for g in x.values()))
-                context = context._replace(gradient_norm=norm)
+            context = Context(key, step=step, seed=3 * 2**20 + 1)
             method = rules.compression.for_tensor(key, x[key].shape)
             state = before[key] if before else method.init(x[key])
             sent = method.encode(x[key], state, context).sent
@@ -271,16 +222,6 @@ def test_error_feedback_loses_nothing(method, rules):
     assert (np.ndim(under_way) == 0) == (not server.waiting)
     assert dropped == server.stats.dropped.total()
     assert (dropped > 0) == (rules.mode == "sync")
-
-
-def test_bytes_are_those_of_the_messages():
-    x = {"x": np.zeros(1000, np.float32)}
-    sim = Simulation(x, lambda w, x, s: {"x": x["x"] + 1}, 2, Rules(), SGD())
-    sim.run([0, 1, 1, 0])
-    # Header and number, the sizes of the parts, 4000 bytes; up the epoch, and a frame of their own.
-    assert everything(sim).bytes_down == 4 * (16 + 8 + 8 + 4000)
-    assert everything(sim).bytes_up == 4 * (16 + 8 + 8 * 2 + 8 + 16 + 4000)
-    assert sim.links[0].bytes_sent * 2 == everything(sim).bytes_up
 
 
 # -- those who leave, NaN, damage ----------------------------------------------------------------
@@ -326,26 +267,6 @@ def test_a_lost_worker_may_come_back_to_leave():
     assert value(sim) == pytest.approx(0.9)
 
 
-@pytest.mark.parametrize("rules", [Rules(), Rules("async")])
-@pytest.mark.parametrize("compression", ["none", "topk:density=0.5"])
-def test_nan_is_not_used_and_counted(rules, compression):
-    import dataclasses
-
-    def gradient(worker, x, step):
-        return {"x": x["x"] * (np.nan if worker == 1 and step == 0 else 1)}
-
-    rules = dataclasses.replace(rules, compression=compression)
-    sim = one_number(rules, gradient=gradient)
-    sim.run([1, 0])
-    assert value(sim) == pytest.approx(0.9)
-    assert everything(sim).non_finite == 1
-    assert not sim.links[1].taken
-    sim.run([1, 0])
-    assert np.isfinite(value(sim))
-    assert value(sim) < 0.9
-    assert sim.links[1].taken
-
-
 def test_nan_of_all_workers_is_no_step():
     sim = one_number(Rules(), gradient=lambda worker, x, step: {"x": x["x"] * np.nan})
     sim.run([0, 1])
@@ -369,16 +290,14 @@ def test_damage_is_noticed_everywhere():
     assert Server(x, SGD(), [0], rules).receive(0, frame)
 
 
-def test_other_options_are_noticed():
+def test_other_models_are_noticed():
     x = {"x": np.arange(8.0)}
     frame = Link(x, 0, Rules()).push(x)
-    with pytest.raises(PayloadError, match="other rules"):
-        Server(x, SGD(), [0], Rules("async")).receive(0, frame)
     larger = {"x": np.arange(9.0)}
     with pytest.raises(PayloadError, match="8 entries where 9 were expected"):
         Server(larger, SGD(), [0], Rules()).receive(0, frame)
     more = {**x, "y": np.ones(2)}
-    with pytest.raises(PayloadError, match="a part is missing"):
+    with pytest.raises(PayloadError, match="1 parts of 2"):
         Server(more, SGD(), [0], Rules()).receive(0, frame)
 
 
@@ -408,7 +327,6 @@ def test_the_end_has_the_last_parameters_and_statistics():
             SGD(0.1, 0.9, True, 0.01),
             ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
         ),
-        (Adam(0.01, weight_decay=0.1), ("Adam", {"lr": 0.01, "weight_decay": 0.1})),
     ],
 )
 def test_optimizers_are_those_of_torch(ours, theirs):
@@ -440,11 +358,3 @@ def test_optimizers_are_those_of_torch(ours, theirs):
 def test_options_that_cannot_be(options, words):
     with pytest.raises(ConfigError, match=words):
         Rules(**options)
-
-
-def test_options_of_adam_are_checked():
-    for betas in ((0.9, 1.0), (0.9,), (-0.1, 0.9), ("a", 0.9)):
-        with pytest.raises(ConfigError, match="betas must be two numbers"):
-            Adam(betas=betas)
-    with pytest.raises(ConfigError, match="eps must be 0 or more"):
-        Adam(eps=-1.0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hvd_compress.integrations.exports import OF_CODISTILLATION, SYSTEMS
+from hvd_compress.integrations.exports import SYSTEMS
 from hvd_compress.integrations.horovod import check_server
 from hvd_compress.integrations.mpi import missing
 from hvd_compress.optimizers.outer import OuterSGD
@@ -33,7 +33,6 @@ load_model = loader(runtime, __name__)
 
 __all__ = [
     *_tensorflow.__all__,
-    *OF_CODISTILLATION,
     "OuterSGD",
     "PartialDistributedOptimizer",
     "callbacks",
