@@ -28,7 +28,6 @@ EXACT = (
     GradientTracking("line"),
 )
 OWN = Weights([[0.5, 0.5, 0], [0.5, 0.2, 0.3], [0, 0.3, 0.7]])
-EVERY = (*EXACT, Diffusion("line"), DGD("line"))
 
 
 def pull(rank, x, step):
@@ -56,21 +55,6 @@ def test_biased_limits(method, fixed, limit):
     w = as_topology("line").weights(3)
     np.testing.assert_allclose(fixed(w, B, 0.1), limit, atol=5e-7)
     np.testing.assert_allclose(iterates(method, 400)[-1], fixed(w, B, 0.1), rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("method", "first"),
-    [
-        (
-            ExactDiffusion("line"),
-            [(0, 0.05, 0.25), (0.015833, 0.1425, 0.411667), (0.062694, 0.248375, 0.501931)],
-        ),
-        (EXTRA("line"), [(0, 0, 0.3), (0, 0.1, 0.47), (0.033333, 0.23, 0.549667)]),
-        (GradientTracking("line"), [(0, 0, 0.3), (0, 0.2, 0.37), (0.1, 0.26, 0.453)]),
-    ],
-)
-def test_first_iterates_of_exact_methods(method, first):
-    np.testing.assert_allclose(iterates(method, 3), first, atol=5e-7)
 
 
 @pytest.mark.parametrize("method", EXACT, ids=repr)
@@ -206,16 +190,7 @@ def test_simulated_steady_states(graph):
         assert error < 0.07 * expected
 
 
-# -- all methods -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", EVERY, ids=repr)
-def test_a_nan_reaches_the_neighbours_and_then_all(method):
-    def bad(rank, x, step):
-        return x * np.nan if rank == 0 and step == 1 else x
-
-    x = simulate(method, bad, np.ones((3, 2)), 6, 0.1)
-    assert not np.isfinite(x).any()
+# -- messages and states ---------------------------------------------------------------------------
 
 
 def test_bytes_are_those_of_the_neighbours():

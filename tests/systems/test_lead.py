@@ -151,35 +151,6 @@ def test_rounding_in_single_precision():
     assert 1e-6 < errors(LEAD(codec=None), 500, dtype=np.float32)[-1] < 1e-3
 
 
-def test_the_quantiser_by_hand():
-    """The first two are exact, and the third is 0 or 1/2, one as often as the other."""
-    x, third = np.array([1, -0.5, 0.25]), []
-    for seed in range(400):
-        codec = CODECS[2]
-        code = codec.encode(x, np.random.default_rng(seed))
-        found = codec.decode(code, 3, x.dtype)
-        assert found[:2].tolist() == [1, -0.5]
-        assert found[2] in (0, 0.5)
-        third.append(found[2] > 0)
-    assert 0.4 < np.mean(third) < 0.6
-    zero = np.zeros(5)
-    assert not codec.decode(codec.encode(zero, np.random.default_rng(0)), 5, zero.dtype).any()
-    assert codec.bits_per_element(256 * 1000) < 2.5
-
-
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_the_variance_of_the_quantiser(bits):
-    """Within the bound B / 4^b, which is loose; the worst of Gaussian blocks is as measured."""
-    codec, random, worst = CODECS[bits], np.random.default_rng(0), 0.0
-    for _ in range(200):
-        x = random.standard_normal(256)
-        error = codec.decode(codec.encode(x, random), 256, x.dtype) - x
-        worst = max(worst, float(error @ error / (x @ x)))
-    expected = {1: 3.02, 2: 0.823, 4: 0.0714}[bits]
-    assert 0.6 * expected < worst < 1.5 * expected
-    assert worst < 256 / 4**bits
-
-
 def test_the_proximal_operator_minimises():
     """Against a search on a grid."""
     eta, grid = 0.5, np.linspace(-3, 3, 60_001)

@@ -42,30 +42,6 @@ class Workers:
         return float(self.x[worker][0])
 
 
-def test_by_hand():
-    workers = Workers([2, -1], **one(1, pull=0.5, drift=0.2))
-    assert workers.step(0) == pytest.approx(1.8)
-    assert workers.step(1) == pytest.approx(-0.9)  # two steps of two workers: it shall lead
-    assert workers.server.leaders == [1]
-    assert workers.step(0) == pytest.approx(1.62), "the leader has sent nothing yet"
-    assert workers.step(1) == pytest.approx(-0.81), "a leader is not pulled"
-    # To -0.81, by half
-    assert workers.step(0) == pytest.approx(1.458 - 0.5 * (1.458 + 0.81))
-
-
-def test_a_fast_worker_takes_more_steps():
-    """A choice after workers * local_every steps of all, whoever took them."""
-    workers = Workers([2, 3], **one(4))
-    for _ in range(8):
-        workers.step(0)
-    assert workers.server.leaders == [0]
-    workers.step(0)  # with its parameters
-    led = float(workers.links[0].parameters["x"][0])
-    assert workers.step(1) == pytest.approx(2.7 - 0.1 * (2.7 - led))
-    before = float(workers.x[1][0])
-    assert workers.step(1) == pytest.approx(0.9 * before - 0.1 / 4 * (0.9 * before - led))
-
-
 def test_the_leader_is_chosen_by_the_mean_loss_and_nan_does_not_lead():
     workers = Workers([1, 2], **one(2), gradient=lambda x: 0 * x)
     losses = iter([np.nan, 5.0, 1.0, 6.0])
@@ -94,22 +70,6 @@ def test_no_leader_where_all_losses_are_nan():
     for worker in (0, 1, 0, 1, 0):
         workers.step(worker)
     assert workers.server.leaders == []
-
-
-def test_the_symmetry_trap_is_left_by_workers_of_different_speed():
-    workers = Workers(
-        [0.4, -0.41],
-        lr=0.01,
-        gradient=lambda x: 4 * x * (x * x - 1),
-        f=lambda x: (x * x - 1) ** 2,
-        **one(1, pull=0.015, drift=0.015),
-    )
-    for _ in range(3000):
-        workers.step(1)
-        workers.step(1)
-        workers.step(0)
-    assert float(workers.x[1][0]) == pytest.approx(-1, abs=1e-6)
-    assert float(workers.x[0][0]) == pytest.approx(-1, abs=1e-6)
 
 
 def test_a_leader_that_goes_is_replaced_and_the_end_is_the_mean():
@@ -187,34 +147,6 @@ def still(starts, losses, **options):
 
     workers.step = stepped
     return workers
-
-
-def test_groups_have_leaders_of_their_own():
-    """Group 0, 1 is led by 0, group 2, 3 by 3, and all by 3."""
-    workers = still([4.0, 3.0, 2.0, 1.0], [3, 4, 2, 1], local_every=1, global_every=2, groups=2)
-    for worker in range(4):
-        workers.step(worker)
-    assert workers.server.group_leaders == [[0, 3]]
-    assert workers.server.leaders == []
-    assert [workers.step(w) for w in (1, 2)] == [3, 2], "the leaders have sent nothing yet"
-    assert [workers.step(w) for w in (0, 3)] == [4, 1]  # 0 is asked, 3 sends
-    assert workers.step(1) == 3
-    assert workers.step(2) == pytest.approx(2 - 0.1 * (2 - 1))
-    assert workers.step(0) == 4  # sends, and more than four steps were taken
-    assert workers.server.group_leaders == [[0, 3], [0, 3]]
-    assert workers.server.leaders == [3]
-    assert workers.step(3) == 1
-    assert workers.step(1) == pytest.approx(3 - 0.1 * (3 - 4))
-    assert workers.step(2) == pytest.approx(1.9 - 0.1 * (1.9 - 1)), "drift"
-    assert [workers.step(w) for w in (0, 3)] == [4, 1]
-    # 1 is pulled to 4 and to 1, 2 twice to 1, which comes once, and 0 to 1.
-    assert workers.step(1) == pytest.approx(3.1 - 0.1 * (3.1 - 4) - 0.1 * (3.1 - 1))
-    received = workers.links[2].bytes_received
-    assert workers.step(2) == pytest.approx(1.81 - 0.2 * (1.81 - 1))
-    assert workers.links[2].bytes_received - received == 24 + 8 + 8
-    assert workers.step(0) == pytest.approx(4 - 0.1 * (4 - 1))
-    assert workers.step(2) == pytest.approx(1.648 - (0.1 / 1 + 0.1 / 2) * 0.648), "drift"
-    assert workers.server.leaders == [3]
 
 
 def reference(starts, order, losses, rules):

@@ -23,7 +23,7 @@ def test_a_server_copies_no_frozen_parameters():
     trained, frozen = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(5), False)
     group = {"params": [trained, frozen], "note": threading.Lock()}  # which no copy can be made of
     theirs = torch.optim.SGD([group], lr=1.0)
-    server = _OnServer(theirs, {trained: "w"}, False)
+    server = _OnServer(theirs, {trained: "w"})
     arrays = {"w": np.ones(3, np.float32)}
     server.step(arrays, {"w": np.full(3, 0.5, np.float32)}, [])
     assert [p.shape for group in server._copy.param_groups for p in group["params"]] == [(3,)]
