@@ -5,12 +5,30 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import math
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
-from hvd_compress import ConfigError, NeedsTuning
+import pytest
+
+from hvd_compress import (
+    DGC,
+    EF21,
+    LGC,
+    ConfigError,
+    ExponentialWarmup,
+    NeedsTuning,
+    OneBitAdamCompression,
+    PowerSGD,
+    RandomK,
+    ScaleCom,
+    StagedWarmup,
+    Threshold,
+    ZeroOneAdamCompression,
+    blocks,
+)
 from hvd_compress.config import lookup, names
 from hvd_compress.methods.composed import rule
 from hvd_compress.systems.graphs import Weights
@@ -61,10 +79,62 @@ def test_no_option_takes_what_it_cannot_be():
     assert len(things()) > 75
 
 
+DENSITIES = {"density": (0, -1, 1.1, math.nan, None, "0.1", True)}
+#: values of the right type that an option cannot have; those that contradict another option stand
+#: with the tests of their classes
+REFUSED = {
+    DGC: {
+        **{"density": (0, 1.5, "0.1", True), "momentum": (1.0, -0.1, "0.9")},
+        **{"clip_norm": (0, math.nan, "1"), "values": ("int8",), "min_size": (-1, 0.5)},
+    },
+    EF21: {"density": (2,), "values": ("int8",), "average": (1.0,), "start": (-1,)},
+    ExponentialWarmup: {"density": (0,), "stages": (-1, 0.5)},
+    LGC: {
+        **{"density": (2,), "rate": (0,), "via": ("ring",), "keep": (1.5,), "min_size": (-1,)},
+        **{"decoders": (0,), "innovation": (0,)},
+    },
+    OneBitAdamCompression: {"freeze_step": (0, 2.5), "norm": ("max",), "min_size": (-1,)},
+    PowerSGD: {"rank": (0, 1.5), "start": (-1,), "min_compression_rate": (0.5,)},
+    RandomK: {"shared": ("no",)},
+    ScaleCom: {"density": (0,)},
+    StagedWarmup: {
+        **{"unit": ("batch",), "stage_length": (0, -1.5, "2")},
+        **{"densities": ((), (0.5, 0.0), (25, 6.25))},
+    },
+    Threshold: {"tau": (0, True), "send": ("bits",)},
+    ZeroOneAdamCompression: {
+        **{"local_step_clipper": (True,), "norm": ("max",), "min_size": (0.5,)},
+    },
+    blocks.averaged_momentum: {"beta": (1.0, None)},
+    blocks.column_means: {"column": (0,)},
+    blocks.exponential_dithering: {"base": (1,), "levels": (200,)},
+    blocks.fading_memory: {"keep": (-1,)},
+    blocks.float8: {"format": ("e3m4",)},
+    blocks.linear: {"bits": (1, 9), "column": (0,)},
+    blocks.logarithmic: {"bits": (2, 9)},
+    blocks.plus_minus: {"tau": (-1,)},
+    blocks.random_k: DENSITIES,
+    blocks.rounding: {"base": (1.0, True), "levels": ((1,), (1, 1), (0, 1)), "biased": (2,)},
+    blocks.scaled_sign: {"norm": ("max",)},
+    blocks.ternary: {"clip": (0,)},
+    blocks.threshold: {"tau": (math.nan,)},
+    blocks.top_k: DENSITIES,
+    blocks.uniform_dithering: {"levels": (0,), "bucket": (0,), "norm": ("l1",)},
+}
+
+
+@pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
+def test_an_option_names_itself_where_it_refuses_a_value(cls):
+    for option, values in REFUSED[cls].items():
+        for value in values:
+            with pytest.raises(ConfigError, match=rf"\b{option}\b"):
+                cls(**{option: value})
+
+
 def test_options_are_checked_under_python_minus_o():
     """In a Python in which ``assert`` does nothing."""
     command = [sys.executable, "-O", "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-q"]
-    names = "no_option or bad_configs or mistyped"
+    names = "no_option or names_itself or bad_configs or mistyped"
     done = subprocess.run(
         [*command, "-k", names, __file__, ROOT / "tests" / "core" / "test_config.py"],
         cwd=ROOT,

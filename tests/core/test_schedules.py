@@ -100,16 +100,6 @@ def test_warmup_only_ever_sinks_and_ends_where_asked(density, steps):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: StagedWarmup("batch"), "unit"),
-        (lambda: StagedWarmup(stage_length=0), "stage_length"),
-        (lambda: StagedWarmup(stage_length=-1.5), "stage_length"),
-        (lambda: StagedWarmup(stage_length="2"), "stage_length"),
-        (lambda: StagedWarmup(densities=()), "densities must not be empty"),
-        (lambda: StagedWarmup(densities=(0.5, 0.0)), "densities"),
-        (lambda: StagedWarmup(densities=(25, 6.25)), "densities"),
-        (lambda: ExponentialWarmup(density=0), "density"),
-        (lambda: ExponentialWarmup(stages=-1), "stages"),
-        (lambda: ExponentialWarmup(stages=0.5), "stages"),
         (lambda: warmup_to(2.0, steps=1), "density"),
         (lambda: warmup_to(0.1), "steps=... or epochs=..."),
         (lambda: warmup_to(0.1, steps=1, epochs=1), "one of the two"),

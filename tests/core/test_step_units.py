@@ -131,16 +131,6 @@ def test_a_reducer_is_told_the_rate():
     np.testing.assert_array_equal(direction, [0, 0, 6, 0])  # 6 * 0.25 is the step of 3 * 0.5
 
 
-def test_what_is_not_finite_enters_no_residual():
-    world = World(chain(STEPS, via=VIAS[0]), 2)
-    everyones = [np.arange(40.0), np.ones(40)]
-    world.exchange(everyones, learning_rate=0.1)
-    before = [state["residual"].copy() for state in world.states["tensor"]]
-    world.exchange([np.full(40, np.nan), np.ones(40)], learning_rate=0.1)
-    for a, state in zip(before, world.states["tensor"], strict=True):
-        np.testing.assert_array_equal(a, state["residual"])
-
-
 def test_bad_options():
     with pytest.raises(ConfigError, match="units"):
         error_feedback(units="rate")

@@ -13,7 +13,6 @@ from hvd_compress import Context, codecs, kernels
 from hvd_compress.codecs import base, plus_minus
 from hvd_compress.kernels import codecs as loops
 from hvd_compress.kernels import reference
-from hvd_compress.kernels.bitpacking import pack_digits
 from hvd_compress.operators.at_random import own_generator
 from tests.kernels.test_kernels import unaligned
 
@@ -315,22 +314,6 @@ def test_sums_by_hand():
     assert reference.sums(np.ones((2, 5000))).tolist() == [5000, 5000]
 
 
-@pytest.mark.parametrize("before", [0, 1, 2, 7, 8, 9])
-@pytest.mark.parametrize("n", [1, 1024, 1025, 5000, 5001])
-def test_draws_are_those_of_the_generator(before, n):
-    """Also when arrays are encoded one after the other, or something else is drawn in between."""
-    own, theirs = (own_generator(Context()) for _ in "01")
-    x = np.random.default_rng(0).standard_normal(n, np.float32)
-    for random in (own, theirs):
-        random.random(before, np.float32)
-        random.random(before % 3)
-    codec = codecs.natural()
-    for _ in range(3):
-        code = written(codec, x, own)
-        np.testing.assert_array_equal(code, codec.encode(x, theirs))
-    assert same_state(own, theirs)
-
-
 def test_other_generators_serve_as_well():
     x = np.random.default_rng(0).standard_normal(5000, np.float32)
     codec = codecs.uniform_dithering()
@@ -382,16 +365,3 @@ def test_wrong_sizes_are_refused_before_anything_is_written():
     with pytest.raises(ValueError, match="contiguous"):
         codec.decode_to(np.zeros(110, np.uint8), np.ones(100, np.float32)[::-1])
     assert (x == 1).all()
-
-
-@pytest.mark.parametrize("base", [2, 3, 5, 9, 15, 16, 31, 130, 255, 256])
-def test_digits_are_packed_as_by_numpy(base):
-    """By a rule whose digits are the elements themselves."""
-    digits = np.random.default_rng(base).integers(0, base, 5000).astype(np.uint8)
-    table = np.arange(256, dtype=float)
-    for n in (1, 7, 8, 39, 40, 41, 5000):
-        own = loops.Digits("linear", base, 1, table=table)
-        code = np.concatenate([np.ones(1, "<f4").view(np.uint8), pack_digits(digits[:n], base)])
-        out = np.zeros(n, np.float32)
-        own.decode(code, out, False)
-        np.testing.assert_array_equal(out, digits[:n])

@@ -33,8 +33,6 @@ NESTEROV = [
     ((0, 2.115, 0), (0.18, 0, -0.6525), (0.38, 0, -1.6275)),
     ((0, 0, -1.07475), (0.072, 0.27, 0), (0.352, 0.57, 0)),
 ]
-PLAIN_UNMASKED_SENT = [(1, 0, 0), (0, 1.35, 0), (1.99, 0, 0)]
-NESTEROV_UNMASKED_SENT = [(1.9, 0, 0), (0, 2.115, 0), (1.891, 0, 0)]
 
 
 def dense(sent, n):
@@ -64,41 +62,6 @@ def test_table_by_hand(nesterov):
         assert outcome.update is None
 
 
-@pytest.mark.parametrize("nesterov", [False, True], ids=["plain", "nesterov"])
-def test_table_by_hand_without_masking(nesterov):
-    dgc = DGC(density=1 / 3, momentum=0.9, nesterov=nesterov, masking=False, min_size=0)
-    world = World(dgc, size=1)
-    expected = NESTEROV_UNMASKED_SENT if nesterov else PLAIN_UNMASKED_SENT
-    for gradient, sent in zip(GRADIENTS, expected, strict=True):
-        mean = world.exchange([np.array([gradient], float)])[0].mean
-        np.testing.assert_allclose(mean, [sent], rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("nesterov", [False, True], ids=["plain", "nesterov"])
-def test_without_masking_nothing_of_any_velocity_is_lost(nesterov):
-    """Property (i): all that was sent + the residual = the sum of the directions."""
-    dgc = DGC(density=0.1, momentum=0.9, nesterov=nesterov, masking=False, min_size=0)
-    world = World(dgc, size=1)
-    sent, directions, u = np.zeros(40), np.zeros(40), np.zeros(40)
-    for gradient in draw(30, 1, (5, 8)):
-        g = gradient.reshape(-1)
-        u = 0.9 * (u + g) if nesterov else 0.9 * u + g
-        directions += u + g if nesterov else u
-        outcome = world.exchange(list(gradient))[0]
-        sent += dense(outcome.sent, 40)
-    assert np.count_nonzero(outcome.state["residual"]) >= 36  # most of it does wait
-    np.testing.assert_allclose(sent + outcome.state["residual"], directions, rtol=0, atol=1e-12)
-
-
-def momentum_sgd(weights, gradients, lr, m, nesterov):
-    """Sutskever's form of momentum, written from the textbook."""
-    w, v = weights.copy(), np.zeros_like(weights)
-    for g in gradients:
-        v = m * v + g
-        w = w - lr * (g + m * v if nesterov else v)
-    return w
-
-
 def torch_sgd(weights, gradients, lr, m, nesterov):
     w = torch.nn.Parameter(torch.from_numpy(weights.copy()))
     optimizer = torch.optim.SGD([w], lr=lr, momentum=m, nesterov=nesterov)
@@ -125,14 +88,12 @@ DENSE = {
 }
 
 
-@pytest.mark.parametrize("reference", [momentum_sgd, torch_sgd])
 @pytest.mark.parametrize("nesterov", [False, True], ids=["plain", "nesterov"])
 @pytest.mark.parametrize("make", DENSE.values(), ids=DENSE)
-def test_density_1_without_masking_is_momentum_sgd(make, nesterov, reference):
-    """Property (ii)."""
+def test_density_1_without_masking_is_momentum_sgd(make, nesterov):
     weights, gradients = draw(1, 1, (3, 4), seed=1)[0, 0], draw(20, 3, (3, 4))
     ours = stepped(World(make(0.9, nesterov), 3), weights, gradients, lr=0.1)
-    theirs = reference(weights, gradients.mean(axis=1), 0.1, 0.9, nesterov)
+    theirs = torch_sgd(weights, gradients.mean(axis=1), 0.1, 0.9, nesterov)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
@@ -140,7 +101,7 @@ def test_density_1_without_masking_is_momentum_sgd(make, nesterov, reference):
     "via", [allgather(top_k(1.0)), allreduce()], ids=["allgather", "allreduce"]
 )
 def test_density_1_with_masking_is_plain_sgd(via):
-    """Property (iii): whatever is sent is masked, so no velocity survives a step."""
+    """Whatever is sent is masked, so no velocity survives a step."""
     method = chain(momentum_correction(0.9), error_feedback(), via=via)
     weights, gradients = draw(1, 1, (3, 4), seed=1)[0, 0], draw(20, 3, (3, 4))
     ours = stepped(World(method, 3), weights, gradients, lr=0.1)
@@ -151,7 +112,6 @@ def test_density_1_with_masking_is_plain_sgd(via):
 @pytest.mark.parametrize("values", ["float32", "float16"])
 @pytest.mark.parametrize("masking", [True, False])
 def test_momentum_0_is_top_k_with_error_feedback_to_the_bit(masking, values, dtype):
-    """Property (iv)."""
     dgc = World(DGC(density=0.05, momentum=0.0, masking=masking, values=values, min_size=0), 3)
     topk = World(TopK(density=0.05, values=values), 3)
     for gradients in draw(20, 3, (9, 11), dtype=dtype):
@@ -159,19 +119,6 @@ def test_momentum_0_is_top_k_with_error_feedback_to_the_bit(masking, values, dty
         for a, b in zip(ours, theirs, strict=True):
             assert a.mean.tobytes() == b.mean.tobytes()
             assert a.state["residual"].tobytes() == b.state["residual"].tobytes()
-
-
-def test_the_order_of_ranks_does_not_matter():
-    """Property (v), up to the order of additions."""
-    order = [2, 0, 3, 1]
-    straight, shuffled = (World(DGC(density=0.05, momentum=0.9, min_size=0), 4) for _ in range(2))
-    for gradients in draw(20, 4, (9, 11)):
-        a = straight.exchange(list(gradients))
-        b = shuffled.exchange(list(gradients[order]))
-        np.testing.assert_allclose(a[0].mean, b[0].mean, rtol=0, atol=1e-14)
-        for place, rank in enumerate(order):
-            for key in ("velocity", "residual"):
-                assert np.array_equal(a[rank].state[key], b[place].state[key])
 
 
 def by_the_paper(gradients, density, m, nesterov, masking):
@@ -250,6 +197,8 @@ def test_clipping_goes_by_the_norm_over_all_tensors_where_it_is_known():
     dgc = DGC(density=0.5, momentum=0.0, clip_norm=2.0, min_size=0)
     assert dgc.needs_gradient_norm
     assert not DGC().needs_gradient_norm
+    with pytest.raises(ConfigError, match="clip_norm"):
+        DGC(clip_norm=1.0, weight_decay="gradient")
     # 2 / sqrt(4) / 10 = 1/10, whatever the tensor
     context = Context(size=4, gradient_norm=10.0, sums=True)
     gradient = np.array([[0.5, 0.25]])
@@ -360,31 +309,3 @@ def test_exactly_k_elements_are_sent_and_exactly_those_are_masked(density, shape
             assert outcome.sent.indices.size == k
             assert not outcome.state["velocity"][outcome.sent.indices].any()
             assert np.count_nonzero(outcome.state["velocity"]) == n - k
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"density": 0},
-        {"density": 1.5},
-        {"density": "0.1"},
-        {"density": True},
-        {"momentum": 1.0},
-        {"momentum": -0.1},
-        {"clip_norm": 0},
-        {"clip_norm": 1.0, "weight_decay": "gradient"},
-        {"clip_norm": math.nan},
-        {"clip_norm": "1"},
-        {"momentum": "0.9"},
-        {"nesterov": "no"},
-        {"masking": "yes"},
-        {"weight_decay": "none"},
-        {"values": "int8"},
-        {"min_size": -1},
-        {"min_size": 0.5},
-    ],
-    ids=str,
-)
-def test_options_that_cannot_be_honoured(options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        DGC(**options)

@@ -487,18 +487,6 @@ def what_cannot_work_says_what_to_write() -> None:
         bad.compression.exchange_gradients([bad._watched[id(complex_model.weight)]])
 
 
-def one_instance_may_serve_two_optimizers() -> None:
-    method = DGC(density=0.05)
-    models = [make_model(), make_model(1)]
-    optimizers = [distribute(sgd(m), m, method) for m in models]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        train(model, optimizer, range(3))
-        assert_same_everywhere(model)
-    with raises(UnboundError, "2 optimizers"):
-        method.stats()
-    assert copy.deepcopy(method) == method
-
-
 @horovod_only
 def optimizers_may_be_made_in_another_order_or_on_one_rank_alone() -> None:
     """Over Horovod, where making one is no collective: the order of their use counts."""

@@ -221,19 +221,6 @@ def _plain_steps(model, optimizer, steps, scale) -> None:
         optimizer.step()
 
 
-def top_k_goes_on_with_the_momentum_of_dgc() -> None:
-    model, optimizer = _clone_run(DGC(density=1.0))
-    optimizer.consolidate_state_dict()
-    reference = make_model()
-    dense_reference(reference, sgd(reference), range(8))
-    again = make_model()
-    resumed = distribute(sgd(again), again, TopK(density=1.0))
-    again.load_state_dict(model.state_dict())
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(again, resumed, range(5, 8))
-    assert_close(again, reference)
-
-
 @horovod_only
 def means_do_not_outlive_what_they_are_of() -> None:
     model, optimizer = _clone_run(SPARSE)
@@ -389,34 +376,6 @@ def broadcast_optimizer_state() -> None:
     after = optimizer.compression.store.state_of(model[0].weight)["residual"]
     torch.testing.assert_close(after, mean)
     assert_same_everywhere([after])
-
-
-def statistics_of_each_tensor_share_the_header_of_their_bucket() -> None:
-    """shared.py has the bytes of all tensors together."""
-    density, steps = 0.05, 4
-    model = make_model()
-    method = DGC(density=density, indices="int32")
-    optimizer = distribute(sgd(model), model, method)
-    train(model, optimizer, range(steps))
-    stats, others, sent = optimizer.compression.stats(), hvd.size() - 1, 0
-    for name, p in model.named_parameters():
-        record, n = stats.layers[name], p.numel()
-        assert (record.steps, record.dense_bytes) == (steps, 4 * n * steps)
-        if p.dim() == 2 and n >= 1024:
-            k, sent = -(-n // 20), sent + record.bytes_sent
-            assert 8 * k <= record.bytes_sent / steps <= 8 * k + 16
-            assert 8 * k * others <= record.bytes_received / steps <= (8 * k + 16) * others
-            assert record.elements_sent == k * steps
-            residual = optimizer.compression.store.state_of(p)["residual"]
-            assert abs(record.residual_norm - residual.norm().item()) < 1e-5
-        else:
-            assert (record.bytes_sent, record.density) == (4 * n * steps, 1)
-    ks = [-(-p.numel() // 20) for p in model.parameters() if p.dim() == 2 and p.numel() >= 1024]
-    assert sent == (16 + 8 * sum(ks)) * steps
-    assert f"ratio of bytes {stats.total.ratio:.1f}" in stats.line()
-    assert "0.weight" in str(stats)
-    # The method that was handed over answers, too.
-    assert method.stats().scalars(tensors=True) == stats.scalars(tensors=True)
 
 
 @dataclasses.dataclass(frozen=True)
