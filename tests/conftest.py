@@ -1,6 +1,7 @@
 """Hypothesis draws the same examples in every run, and may take its time on a busy machine."""
 
 import contextlib
+import functools
 import gc
 import os
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from tests import jobs
+from tests.scenarios import read
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 settings.load_profile("deterministic")
@@ -60,6 +62,29 @@ def seconds_allowed(item):
     marker = item.get_closest_marker("timeout")
     limit = marker.args[0] if marker and marker.args else 0
     return limit, bool(item.get_closest_marker("jobs"))
+
+
+@pytest.fixture(scope="session")
+def passes(tmp_path_factory):
+    """``passes(job, name)``: a scenario has no problem on any rank of its job, which starts once.
+
+    A job has ``ranks``, the ``names`` of its scenarios, and ``run(folder)``.
+    """
+
+    @functools.cache
+    def results(job):
+        folder = tmp_path_factory.mktemp(str(job))
+        try:
+            job.run(folder)
+        except jobs.JobError as error:
+            (folder / "failure").write_text(str(error))
+        return [read(folder, rank, job.names) for rank in range(job.ranks)]
+
+    def check(job, name):
+        for rank, found in enumerate(results(job)):
+            assert found[name] is None, f"rank {rank} of {job}: {found[name]}"
+
+    return check
 
 
 #: files whose tests all read the results of one job

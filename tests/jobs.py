@@ -12,8 +12,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
 
 from tests import forked
 
@@ -190,6 +193,40 @@ def sleeping_waits() -> dict[str, str]:
     if subprocess.run(command, capture_output=True, timeout=60).returncode:
         return {}
     return {"LD_PRELOAD": library}
+
+
+class Torchrun(NamedTuple):
+    """A job of scenarios that torchrun starts, as the fixture ``passes`` takes it.
+
+    Attributes:
+        program, more: what stands before the folder of results, and after it.
+    """
+
+    label: str
+    ranks: int
+    names: tuple[str, ...]
+    program: tuple[str, ...]
+    more: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.label}-{self.ranks}"
+
+    def run(self, folder: Path) -> None:
+        run([*torchrun(self.ranks), *self.program, str(folder), *self.more], timeout=240)
+
+
+def worker(name: str, ranks: int, names: Iterable[str]) -> Torchrun:
+    """The scenarios of a program in this folder."""
+    return Torchrun(name, ranks, tuple(names), (str(TESTS / f"{name}.py"),))
+
+
+def cases(jobs: Iterable[Any], *marks: pytest.MarkDecorator) -> list[Any]:
+    """Parameters of a test for each scenario of some jobs, which one worker runs."""
+    return [
+        pytest.param(job, name, id=f"{job}@{name}", marks=marks)
+        for job in jobs
+        for name in job.names
+    ]
 
 
 def _tail(output: str, lines: int = 60) -> str:

@@ -5,14 +5,14 @@ A job starts once and runs all scenarios of its modules; the tests read its resu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from tests import jobs
-from tests.scenarios import names, read
+from tests.scenarios import names
 
 PARITY = ("parity",)
 FOLLOWS = (
@@ -61,7 +61,8 @@ OVER_MPI = (
 )
 
 
-class Job(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Job:
     """``over`` is ``SCENARIOS_OVER``; see ``scenarios/driver.py``."""
 
     over: str
@@ -72,6 +73,32 @@ class Job(NamedTuple):
     def __str__(self) -> str:
         first = self.modules[0].partition(".")[0]
         return f"{self.over}-{self.controller}-{self.ranks}-{first}"
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        return [
+            name
+            for module in self.modules
+            for name in names(module, over=self.over, ranks=self.ranks)
+        ]
+
+    def run(self, folder: Path) -> None:
+        command = jobs.launcher(self.ranks, self.controller)
+        framework = "torch" if self.over in ("horovod", "mpi") else "tensorflow"
+        command += [jobs.python(framework), "-m", "tests.scenarios", str(folder), *self.modules]
+        env = {"SCENARIOS_OVER": self.over, **jobs.variables(self.controller)}
+        if self.over == "tf_keras":
+            env |= {"SCENARIOS_OVER": "tensorflow", "TF_USE_LEGACY_KERAS": "1"}
+        if self in FULL:
+            env["SCENARIOS_FULL"] = "1"
+        elif self.over == "tensorflow" and "graphs" not in self.modules:
+            env["SCENARIOS_GRAPPLER"] = "0"
+        if self.ranks == 3:
+            # The order of additions of three numbers depends on where fusion puts them; here, runs
+            # are compared bit by bit.
+            env["HOROVOD_FUSION_THRESHOLD"] = "0"
+        # Some minutes more than the longest takes on a quiet machine.
+        jobs.run(command, timeout=900 + 30 * self.ranks, **env)
 
 
 #: every scenario once over each engine, under each controller at least what must hold everywhere
@@ -133,67 +160,16 @@ FULL = [
 ]
 
 
-@functools.cache
-def names_of(job: Job) -> list[str]:
-    return [
-        name for module in job.modules for name in names(module, over=job.over, ranks=job.ranks)
-    ]
-
-
-def run_scenarios(folder: Path, job: Job) -> None:
-    command = jobs.launcher(job.ranks, job.controller)
-    framework = "torch" if job.over in ("horovod", "mpi") else "tensorflow"
-    command += [jobs.python(framework), "-m", "tests.scenarios", str(folder), *job.modules]
-    env = {"SCENARIOS_OVER": job.over, **jobs.variables(job.controller)}
-    if job.over == "tf_keras":
-        env |= {"SCENARIOS_OVER": "tensorflow", "TF_USE_LEGACY_KERAS": "1"}
-    if job in FULL:
-        env["SCENARIOS_FULL"] = "1"
-    elif job.over == "tensorflow" and "graphs" not in job.modules:
-        env["SCENARIOS_GRAPPLER"] = "0"
-    if job.ranks == 3:
-        # The order of additions of three numbers depends on where fusion puts them; here, runs
-        # are compared bit by bit.
-        env["HOROVOD_FUSION_THRESHOLD"] = "0"
-    # Some minutes more than the longest takes on a quiet machine.
-    jobs.run(command, timeout=900 + 30 * job.ranks, **env)
-
-
-@pytest.fixture(scope="session")
-def results(tmp_path_factory):
-    """``results(job)[rank]``: a problem or ``None`` by scenario name."""
-
-    @functools.cache
-    def run(job: Job) -> list[dict[str, str | None]]:
-        folder = tmp_path_factory.mktemp(str(job))
-        try:
-            run_scenarios(folder, job)
-        except jobs.JobError as error:
-            (folder / "failure").write_text(str(error))
-        return [read(folder, rank, names_of(job)) for rank in range(job.ranks)]
-
-    return run
-
-
-def cases(jobs: list[Job], *marks: pytest.MarkDecorator) -> list[Any]:
-    return [
-        pytest.param(job, name, id=f"{job}@{name}", marks=marks)
-        for job in jobs
-        for name in names_of(job)
-    ]
-
-
 @pytest.mark.timeout(1300)
-@pytest.mark.parametrize(("job", "name"), [*cases(JOBS), *cases(FULL, pytest.mark.full)])
-def test_scenario(results, job, name):
+@pytest.mark.parametrize(("job", "name"), [*jobs.cases(JOBS), *jobs.cases(FULL, pytest.mark.full)])
+def test_scenario(passes, job, name):
     if job.controller == "mpich" and (problem := jobs.mpich_missing()):
         pytest.skip(problem)
-    for rank, found in enumerate(results(job)):
-        assert found[name] is None, f"rank {rank} of {job}: {found[name]}"
+    passes(job, name)
 
 
 def test_every_scenario_applies_in_a_job():
     """The scenarios that are always run, so that none passes by saying nothing."""
     modules = {module.partition(".")[0] for job in JOBS for module in job.modules}
     every = {name for module in modules for name in names(module, over=None)}
-    assert every == {name for job in JOBS for name in names_of(job)}
+    assert every == {name for job in JOBS for name in job.names}

@@ -4,7 +4,6 @@ real packages: scenarios, and the examples."""
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import sys
 import pytest
 
 from tests import jobs
-from tests.scenarios import read
 
 #: packages by the part of this project that needs them
 COMMANDS = {
@@ -30,38 +28,20 @@ def scenarios(name):
     """The functions of a file, without an import, for which a package may be missing."""
     tree = ast.parse((jobs.TESTS / "trainers" / f"{name}_scenarios.py").read_text())
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return [each for each in functions if not each.startswith("_")]
+    return tuple(each for each in functions if not each.startswith("_"))
 
 
-@pytest.fixture(scope="session")
-def results(tmp_path_factory):
-    """``results(name)[rank]``: a problem or ``None`` by scenario."""
-
-    @functools.cache
-    def run(name: str) -> list[dict[str, str | None]]:
-        folder = tmp_path_factory.mktemp(name)
-        try:
-            jobs.run([*jobs.torchrun(2), "-m", "tests.trainers", str(folder), name], timeout=150)
-        except jobs.JobError as error:
-            (folder / "failure").write_text(str(error))
-        return [read(folder, rank, scenarios(name)) for rank in range(2)]
-
-    return run
+JOBS = [
+    jobs.Torchrun(name, 2, scenarios(name), ("-m", "tests.trainers"), (name,))
+    for name in ("lightning", "accelerate", "transformers")
+]
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("trainer", "name"),
-    [
-        pytest.param(trainer, name, id=f"{trainer}@{name}")
-        for trainer in ("lightning", "accelerate", "transformers")
-        for name in scenarios(trainer)
-    ],
-)
-def test_scenario(results, trainer, name):
-    need(trainer)
-    for rank, found in enumerate(results(trainer)):
-        assert found[name] is None, f"rank {rank}: {found[name]}"
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("job", "name"), jobs.cases(JOBS))
+def test_scenario(passes, job, name):
+    need(job.label)
+    passes(job, name)
 
 
 @pytest.mark.timeout(250)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import socket
 import subprocess
@@ -17,7 +16,6 @@ from hvd_compress.torch.ddp import nodes
 from hvd_compress.torch.ddp.nodes import BucketShard, Nodes
 from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
 from tests import ddp_nodes_worker, ddp_worker, jobs
-from tests.scenarios import read
 
 
 def test_a_state_that_was_never_used_says_so():
@@ -181,44 +179,12 @@ def test_an_error_names_the_rank_that_is_lost(stops, words):
             process.communicate()
 
 
-#: workers with numbers of ranks, the names of their scenarios, and marks
-JOBS = (
-    ("ddp_worker", 2, ddp_worker.scenarios_of(2), []),
-    ("ddp_worker", 3, ddp_worker.scenarios_of(3), []),
-    ("ddp_worker", 1, ddp_worker.scenarios_of(1), pytest.mark.full),
-    ("ddp_worker", 4, ddp_worker.scenarios_of(4), pytest.mark.full),
-    ("ddp_nodes_worker", 4, ddp_nodes_worker.SCENARIOS, []),
-)
+JOBS = [jobs.worker("ddp_worker", ranks, ddp_worker.scenarios_of(ranks)) for ranks in (2, 3)]
+JOBS += [jobs.worker("ddp_nodes_worker", 4, ddp_nodes_worker.SCENARIOS)]
+FULL = [jobs.worker("ddp_worker", ranks, ddp_worker.scenarios_of(ranks)) for ranks in (1, 4)]
 
 
-@pytest.fixture(scope="session")
-def results(tmp_path_factory):
-    """``results(worker, ranks, names)[rank]``: a problem or ``None`` by scenario name."""
-
-    @functools.cache
-    def run(worker: str, ranks: int, names: tuple[str, ...]) -> list[dict[str, str | None]]:
-        folder = tmp_path_factory.mktemp(f"{worker}-{ranks}")
-        command = [*jobs.torchrun(ranks), str(jobs.TESTS / f"{worker}.py"), str(folder)]
-        try:
-            jobs.run(command, timeout=150)
-        except jobs.JobError as error:
-            (folder / "failure").write_text(str(error))
-        return [read(folder, rank, names) for rank in range(ranks)]
-
-    return run
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("job", "name"),
-    [
-        pytest.param(
-            (worker, ranks, tuple(names)), name, id=f"{worker}-{ranks}@{name}", marks=marks
-        )
-        for worker, ranks, names, marks in JOBS
-        for name in names
-    ],
-)
-def test_scenario(results, job, name):
-    for rank, found in enumerate(results(*job)):
-        assert found[name] is None, f"rank {rank}: {found[name]}"
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("job", "name"), jobs.cases(JOBS) + jobs.cases(FULL, pytest.mark.full))
+def test_scenario(passes, job, name):
+    passes(job, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import pytest
@@ -13,7 +12,6 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.torch.parameters import check_plain, is_sharded, local
 from hvd_compress.torch.replicas import is_group
 from tests import fsdp_worker, jobs
-from tests.scenarios import read
 
 RANKS = 4
 
@@ -33,33 +31,21 @@ def test_an_optimizer_of_shards_says_what_works():
         check_plain(shard)
 
 
-@pytest.fixture(scope="session")
-def results(tmp_path_factory):
-    """``results()[rank]``: a problem or ``None`` by scenario name."""
-
-    @functools.cache
-    def run() -> list[dict[str, str | None]]:
-        folder = tmp_path_factory.mktemp("fsdp")
-        command = jobs.torchrun(RANKS)
-        try:
-            jobs.run([*command, str(jobs.TESTS / "fsdp_worker.py"), str(folder)], timeout=240)
-        except jobs.JobError as error:
-            (folder / "failure").write_text(str(error))
-        names = [name for name in fsdp_worker.SCENARIOS if name not in fsdp_worker.LEFT_OUT]
-        return [read(folder, rank, names) for rank in range(RANKS)]
-
-    return run
+JOB = jobs.worker(
+    "fsdp_worker",
+    RANKS,
+    [name for name in fsdp_worker.SCENARIOS if name not in fsdp_worker.LEFT_OUT],
+)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, id=f"torchrun-{RANKS}@{name}") for name in fsdp_worker.SCENARIOS]
+    "name", [pytest.param(name, id=f"{JOB}@{name}") for name in fsdp_worker.SCENARIOS]
 )
-def test_scenario(results, name):
+def test_scenario(passes, name):
     if name in fsdp_worker.LEFT_OUT:
         pytest.skip(fsdp_worker.LEFT_OUT[name])
-    for rank, found in enumerate(results()):
-        assert found[name] is None, f"rank {rank}: {found[name]}"
+    passes(JOB, name)
 
 
 @pytest.mark.timeout(150)

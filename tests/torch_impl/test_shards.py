@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import numpy as np
@@ -18,7 +17,6 @@ from hvd_compress.codecs import float8, linear
 from hvd_compress.torch.shards import hops
 from hvd_compress.torch.shards.rows import ShardedParameter
 from tests import jobs, shards_worker
-from tests.scenarios import read
 
 RANKS = 4
 CODECS = [linear(bits=8, column=512), linear(bits=4, column=512), linear(bits=3, column=None)]
@@ -172,28 +170,10 @@ def test_the_bytes_of_an_element_are_those_of_the_page():
         assert float("".join(found)) == round(codec.bits_per_element(512) / 8, 3)
 
 
-@pytest.fixture(scope="session")
-def results(tmp_path_factory):
-    """``results()[rank]``: a problem or ``None`` by scenario name."""
-
-    @functools.cache
-    def run() -> list[dict[str, str | None]]:
-        folder = tmp_path_factory.mktemp("shards")
-        command = [*jobs.torchrun(RANKS), str(jobs.TESTS / "shards_worker.py"), str(folder)]
-        try:
-            jobs.run(command, timeout=240)
-        except jobs.JobError as error:
-            (folder / "failure").write_text(str(error))
-        return [read(folder, rank, [*shards_worker.SCENARIOS]) for rank in range(RANKS)]
-
-    return run
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, id=f"torchrun-{RANKS}@{name}") for name in shards_worker.SCENARIOS],
+    ("job", "name"),
+    jobs.cases([jobs.worker("shards_worker", RANKS, shards_worker.SCENARIOS)]),
 )
-def test_scenario(results, name):
-    for rank, found in enumerate(results()):
-        assert found[name] is None, f"rank {rank}: {found[name]}"
+def test_scenario(passes, job, name):
+    passes(job, name)
