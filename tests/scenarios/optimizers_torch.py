@@ -55,8 +55,9 @@ def options_survive_the_making_of_the_class() -> None:
 
 
 def runs_go_on_from_their_checkpoints() -> None:
-    """On each rank from its own state, before a freeze and after it: with the same bits."""
-    for name in ROWS:
+    """On each rank from its own state, before a freeze and after it: with the same bits.  The laws
+    have what each optimizer keeps."""
+    for name in ("OneBitAdam", "ZeroOneAdam", "LAMB"):
         for steps in (27,) if name == "ZeroOneAdam" else (2, 7):
             model, optimizer = _run(name)
             train(model, optimizer, range(steps))

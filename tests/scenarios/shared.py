@@ -200,12 +200,14 @@ def ranks_that_differ_all_say_so() -> None:
                     run.compression.engine.close()
 
     fails("method", "FP16", "TopK", TopK(density=0.05) if odd else FP16())
-    fails("method", "DGC.density=0.05", "DGC.density=0.1", DGC(density=0.1 if odd else 0.05))
     fails("op", "Average", "Sum", FP16(), op=hvd.Sum if odd else hvd.Average)
-    fails("gradient_predivide", "2.0", "1.0", FP16(), gradient_predivide_factor=2.0 - odd)
     fails("momentum", ".*0.9", ".*0.5", DENSE, momentum=0.5 if odd else 0.9)
-    fails("seed", "0", "7", RandomK(density=0.1), seed=7 * odd)
     fails("step", "0", "3", RandomK(density=0.1), at_step=3 * odd)
+    if everything:  # the terms of which no framework knows more than the others
+        density = 0.1 if odd else 0.05
+        fails("method", "DGC.density=0.05", "DGC.density=0.1", DGC(density=density))
+        fails("gradient_predivide", "2.0", "1.0", FP16(), gradient_predivide_factor=2.0 - odd)
+        fails("seed", "0", "7", RandomK(density=0.1), seed=7 * odd)
     # And afterwards all goes on.
     assert_same_everywhere(train(make(SPARSE), range(2)).weights())
 
