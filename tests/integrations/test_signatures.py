@@ -10,12 +10,10 @@ import importlib
 import inspect
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.jobs import environment
+from tests import jobs
 
 READ = r"""
 import importlib, inspect, json, re, sys
@@ -69,11 +67,9 @@ DIFFERENT = {
 
 @pytest.fixture(scope="module")
 def horovods():
-    command = [sys.executable, "-c", READ, *DROP_INS]
-    done = subprocess.run(
-        command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=100, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [jobs.python("tensorflow"), "-c", READ, *DROP_INS]
+    _, output = jobs.run(command, timeout=100)
+    return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
 
 
 def plain(x):

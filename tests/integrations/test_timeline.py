@@ -43,7 +43,7 @@ def job(tmp_path_factory):
     said, timeline = folder / "said.json", folder / "timeline.json"
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    command = [*jobs.launcher(2, "mpirun"), "python", str(program), str(said)]
+    command = [*jobs.launcher(2, "mpirun"), jobs.python(), str(program), str(said)]
     jobs.run(command, timeout=100, HOROVOD_TIMELINE=str(timeline))
     return json.loads(said.read_text()), events(timeline)
 

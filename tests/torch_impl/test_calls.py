@@ -4,7 +4,6 @@ with tensors is the hooks' alone."""
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -22,7 +21,7 @@ DENSE = ["none", "fp16"]
 def calls(tmp_path_factory):
     """Functions that a steady step enters, by method and model."""
     file = tmp_path_factory.mktemp("calls") / "calls.json"
-    command = [*jobs.launcher(2, "mpirun"), sys.executable, str(WORKER), str(file), *METHODS]
+    command = [*jobs.launcher(2, "mpirun"), jobs.python(), str(WORKER), str(file), *METHODS]
     jobs.run(command, timeout=550)
     return json.loads(file.read_text())
 
