@@ -256,21 +256,6 @@ def test_infinities_of_both_signs_add_up_to_nan():
     assert total[1] == 2
 
 
-@pytest.mark.parametrize("values", ["float32", "4bit"])
-def test_whole_buckets_give_the_bits_of_their_blocks(values):
-    random = np.random.default_rng(0)
-    method = DGC(density=0.01, momentum=0.9, values=values, small="sparse", clip_norm=0.5)
-    worlds = World(method, 2), World(method, 2, fused=True)
-    for _ in range(4):
-        gradients = [
-            {"a": random.standard_normal((50, 40), np.float32), "b": np.ones(30, np.float32)}
-            for _ in range(2)
-        ]
-        blocks, fused = (world.exchange_all(gradients)[0] for world in worlds)
-        for name in gradients[0]:
-            np.testing.assert_array_equal(blocks[name].direction, fused[name].direction)
-
-
 def test_clipping_knows_the_norm_of_all_tensors():
     world = World(DGC(density=1.0, momentum=0.0, clip_norm=1.0, min_size=1), 1)
     outcome = world.exchange_all([{"a": np.full((1, 1), 3.0), "b": np.full((1, 1), 4.0)}])[0]

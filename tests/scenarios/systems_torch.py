@@ -95,21 +95,6 @@ def a_broadcast_lets_all_ranks_begin_anew() -> None:
         np.testing.assert_allclose(x.detach().numpy(), best, atol=2e-4)
 
 
-def a_class_is_its_defaults() -> None:
-    found = []
-    for method in (hvd.DiLoCo(), hvd.DiLoCo):
-        model = make_model()
-        optimizer = _distributed(method, model)
-        assert isinstance(optimizer, torch.optim.SGD)
-        _train(model, optimizer, range(3))
-        assert optimizer.training.method == rounds.DiLoCo()
-        found.append(model)
-    assert_close(*found, rtol=0, atol=0)
-    for methods in (rounds.METHODS, graphs.METHODS):
-        for name, cls in methods.items():
-            assert getattr(hvd, name) is cls
-
-
 def what_cannot_work_is_refused() -> None:
     model = make_model()
     for options, words in (

@@ -235,15 +235,6 @@ def test_gradients_whose_elements_share_memory(method):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_state_that_is_cleared_begins_anew(method):
-    def disturb(when, model, optimizer):
-        if when == "after step" and optimizer.compression.step == 2:
-            optimizer.state.clear()
-
-    assert trained(method, disturb).isfinite().all()
-
-
 def test_momentum_that_changes_in_every_step_plans_once():
     """OneCycleLR does that by default."""
     model = make_model()
@@ -264,31 +255,6 @@ def test_momentum_that_changes_in_every_step_plans_once():
     assert len(exchanges[1]) == len(plans[0])
     for own in exchanges[2:]:
         assert all(plan is first for plan, first in zip(own, exchanges[1], strict=True))
-
-
-def test_each_group_has_its_own_momentum():
-    """In one bucket, as in one of their own."""
-    found = []
-    for together in (True, False):
-        model = make_model()
-        parameters = list(model.parameters())
-        groups = [
-            {"params": parameters[:3], "momentum": 0.5},
-            {"params": parameters[3:], "momentum": 0.9, "nesterov": False},
-        ]
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(groups, lr=0.05),
-            compression="dgc:density=0.05",
-            groups=None if together else [[p] for p in parameters],
-        )
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, 0, step).backward()
-            optimizer.step()
-        found.append(torch.cat([p.detach().reshape(-1) for p in parameters]))
-        buckets = optimizer.compression.reducer.buckets.plan
-        assert len(buckets) == (2 if together else len(parameters)), buckets
-    assert torch.equal(*found)
 
 
 def test_a_group_that_is_replaced_counts_from_then_on():
