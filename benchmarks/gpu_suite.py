@@ -21,7 +21,7 @@ from hvd_compress.cli.options import parser_of
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --nproc-per-node 1"
 HOOK = f"{TORCHRUN} benchmarks/gpu_steps.py --over ddp"
 MPI = f"mpirun --oversubscribe -np 2 {sys.executable}"
-PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider -k 'not compile'"
+PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider"
 #: seconds at most and command by name
 PARTS = {
     "steps_hook": (100, f"{HOOK} --json FOLDER/steps_hook.json"),

@@ -10,28 +10,18 @@ import torch
 from hvd_compress.torch import backend
 from tests import jobs
 
-KERNELS = ["triton_laws.py", "triton_codec_laws.py", "triton_low_rank_laws.py"]
-LAWS = [*KERNELS, "triton_step_laws.py"]
+LAWS = ["triton_laws.py", "triton_codec_laws.py", "triton_low_rank_laws.py", "triton_step_laws.py"]
 pytestmark = pytest.mark.timeout(900)
 
 
-def run(files, part, interpreted, *options):
+def run(files, interpreted, *options):
     if problem := jobs.triton_missing():
         pytest.skip(f"{problem}; its kernels were not tested")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [str(jobs.TESTS / "torch_impl" / file) for file in files]
     paths = f"{jobs.ROOT}:{jobs.TRITON}"
-    _, output = jobs.run(
-        [
-            *command,
-            *(str(jobs.TESTS / "torch_impl" / file) for file in files),
-            "-k",
-            part,
-            *options,
-        ],
-        timeout=850,
-        TRITON_INTERPRET=interpreted,
-        PYTHONPATH=paths,
-    )
+    variables = {"TRITON_INTERPRET": interpreted, "PYTHONPATH": paths}
+    _, output = jobs.run([*command, *options], timeout=850, **variables)
     assert " passed" in output
 
 
@@ -42,17 +32,17 @@ def all_examples(request):
 
 @pytest.mark.parametrize("files", [LAWS[:1], LAWS[1:2], LAWS[2:]], ids=" ".join)
 def test_in_the_interpreter(files, all_examples):
-    run(files, "not compile", "1", *all_examples)
+    run(files, "1", *all_examples)
 
 
 def test_in_the_compiler(all_examples):
-    run(KERNELS, "compile", "0", *all_examples)
+    run(["triton_compile_laws.py"], "0", *all_examples)
 
 
 def test_on_a_gpu():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU here: Triton's kernels were tested in its interpreter only")
-    run(LAWS, "not compile", "0", "--full")
+    run(LAWS, "0", "--full")
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch was built for GPUs")

@@ -46,7 +46,6 @@ from tests.torch_impl.triton_laws import (
     DEVICE,
     FEW,
     INTERPRETED,
-    compiled_for_gpus,
     moved,
     on_device,
     waits_of,
@@ -443,74 +442,3 @@ def test_the_host_waits_for_no_code(codec):
     assert waits_of(encode) == 0
     assert waits_of(lambda: coder.read(sent, coder.codes.ADD)) == 0
     assert _kept.cache_info().currsize == tables
-
-
-#: of arguments, unless a kernel says otherwise
-_TYPES = {
-    "*u8": "code codes digits frames arrived reply",
-    "*i64": "tasks level runs draws powers ends places message_of owned addresses tensors",
-    "*i32": "blocks notes counts known fine",
-    "*fp32": "x heads limits grid table one",
-    "*fp64": "shifts low high many found",
-    "i32": "count levels zero ranks row messages flags",
-    "i64": "clip",
-    "fp32": "unit most size",
-}
-_TO, _CODE = {"out": "*fp32"}, {"out": "*u8"}
-_BITS = {"base": 2, "bits": 1, "each": 0}
-#: a kernel with the types of its other arguments, and its constants
-KERNELS = [
-    ("mark", {}, {}),
-    ("mark_sums", {}, {}),
-    *(("decide", {}, {"is_whole": is_whole}) for is_whole in (False, True)),
-    ("divide", {}, {}),
-    *(("write", {}, {"looks": looks, "is_state": looks}) for looks in (False, True)),
-    *(("sums", {"out": "*fp64"}, {"term": term, "rows": 8}) for term in range(7)),
-    ("sums", {"x": "*fp64", "out": "*fp64"}, {"term": 0, "rows": 8}),
-    ("largest", {"out": "*i32"}, {"rows": 8}),
-    *(("of_sums", _TO, {"kind": kind, "placed": kind < 3}) for kind in range(1, 4)),
-    ("of_sums", {"out": "*fp64"}, {"kind": 0, "placed": False}),
-    *(
-        ("of_largest", {"found": "*i32", **_TO}, {"kind": kind, "clipped": kind == 3})
-        for kind in (0, 1, 3, 4)
-    ),
-    ("two_means", _TO, {}),
-    *(
-        (
-            "quantise",
-            {},
-            {
-                **{"kind": kind, "is_drawn": kind not in (0, 4), "clipped": kind == 3},
-                **{"place": 4 if kind > 3 else 0, "mantissa": 3, "bias": 7},
-            },
-        )
-        for kind in range(6)
-    ),
-    *(("pack_fields", _CODE, {"bits": bits}) for bits in (2, 3, 7)),
-    ("pack_words", _CODE, {"base": 3, "each": 40}),
-    *(("signs", _CODE, {"sign": s, "big": s == 2, "last": s == 0}) for s in range(3)),
-    ("look", {}, {"what": 1}),
-    ("count_zeros", {}, {}),
-    ("draw_zeros", _CODE, {}),
-    ("decode", _TO, {"kind": 0, "base": 255, "bits": 8, "each": 0, "listed": False, "how": 1}),
-    ("decode", _TO, {"kind": 0, "base": 3, "bits": 0, "each": 40, "listed": True, "how": 0}),
-    *(("decode", _TO, {"kind": 1, **_BITS, "listed": x, "how": 2}) for x in (False, True)),
-    *(("decode", _TO, {"kind": kind, **_BITS, "listed": False, "how": 1}) for kind in (2, 3)),
-]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="compiles nothing")
-@pytest.mark.parametrize(("name", "own", "constants"), KERNELS, ids=str)
-def test_kernels_compile_for_gpus_and_round_as_numpy_does(name, own, constants, tmp_path):
-    """No product and sum are contracted, quotients and roots are rounded correctly, and small
-    numbers are kept; no GPU is needed."""
-    from hvd_compress.torch.triton import codec_kernels, sum_kernels
-
-    kernel = getattr(codec_kernels, name, None) or getattr(sum_kernels, name)
-    known = {x: kind for kind, names in _TYPES.items() for x in names.split()} | own
-    constants = {"width": 1024, **constants}
-    signature = ["constexpr" if x in constants else known[x] for x in kernel.arg_names]
-    values = [constants.get(x) for x in kernel.arg_names]
-    for asm in compiled_for_gpus(kernel, signature, values, tmp_path):
-        for inexact in ("fma", "div.full", "approx", ".ftz"):
-            assert inexact not in asm["ptx"]

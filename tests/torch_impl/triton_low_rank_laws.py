@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
-import subprocess
 
 import numpy as np
 import pytest
@@ -27,7 +25,6 @@ from tests.torch_impl.triton_laws import (
     FEW,
     INTERPRETED,
     assert_same,
-    compiled_for_gpus,
     moved,
     waits_of,
 )
@@ -240,69 +237,3 @@ def test_a_bucket_is_eight_launches_and_no_wait(own, no_loads_ahead, by_triton, 
         assert waits == 0
         assert not uploads
         launched.clear()
-
-
-_TYPES = {
-    "*i64": "addresses matrices",
-    "*i32": "rows blocks largest unsure overflows",
-    "*fp32": "q p total own alive",
-    "*fp64": "shares",
-    "fp32": "size",
-}
-
-
-def launches_of(power_step, rank, monkeypatch):
-    """The kernels of a step of large matrices, and what they are launched with by name."""
-    from triton.runtime import jit
-
-    found = {}
-
-    def launch(kernel, grid):
-        return lambda *args, **options: found.update({kernel.fn.__name__: (kernel, options)})
-
-    with monkeypatch.context() as patch:
-        patch.setattr(jit.KernelInterface, "__getitem__", launch)
-        shape = 2500, 33_000
-        step = power_step([shape], [rank], 2, torch.empty(0))
-        x, factor = torch.empty(shape), torch.empty(rank * shape[1])
-        columns = [Column(own) for own in ([x], [x], [factor], [x])]
-        step.left(columns)
-        step.right(columns, step.rows)
-        step.settle(columns, step.own)
-    return found
-
-
-#: in which something is divided
-_DIVIDE = {"unit", "orthonormal", "decide"}
-
-
-@pytest.mark.skipif(INTERPRETED, reason="compiles nothing")
-@pytest.mark.parametrize(
-    ("rank", "capability"),
-    [(3, 90), (16, 80)] if FEW else [(rank, c) for rank in (1, 2, 4, 8, 16) for c in (80, 90)],
-)
-def test_kernels_compile_for_gpus_round_as_numpy_does_and_spill_nothing(
-    own, monkeypatch, tmp_path, rank, capability
-):
-    """No product and sum are contracted; registers suffice; no GPU is needed."""
-    from triton import knobs
-
-    kinds = {argument: kind for kind, names in _TYPES.items() for argument in names.split()}
-    launches = launches_of(own.PowerStep, rank, monkeypatch)
-    assert len(launches) == 8
-    for name, (kernel, options) in launches.items():
-        constants = {key: x for key, x in options.items() if key in kernel.arg_names}
-        options = {key: x for key, x in options.items() if key not in constants}
-        signature = ["constexpr" if x in constants else kinds[x] for x in kernel.arg_names]
-        values = [constants.get(x) for x in kernel.arg_names]
-        (asm,) = compiled_for_gpus(kernel, signature, values, tmp_path, (capability,), **options)
-        for inexact in ("fma", "div.full", "approx", ".ftz"):
-            assert inexact not in asm["ptx"]
-        file = tmp_path / "kernel.cubin"
-        file.write_bytes(asm["cubin"])
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert re.findall(r"STACK:(\d+)", usage) == ["0"], name
-        command = [knobs.nvidia.nvdisasm.path, "-c", str(file)]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert ("FFMA" in code) is (name in _DIVIDE), name  # which quotients are made of
