@@ -81,7 +81,7 @@ class Student(_Trained):
         self.codistillation = hvd_keras.Codistillation(self.model, *args, **options)
         self.sgd = keras.optimizers.SGD(oracle.LR)
         self.sgd.build(self.model.trainable_variables)  # so that the graph is traced once
-        self.graph = tf.function(self._step)
+        self.graph = tf.function(self._step, autograph=False)
 
     def _losses(self, x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         z = self.model(x, training=True)
@@ -129,7 +129,7 @@ class Run(_Trained):
         variables = self.model.trainable_variables
         self.framework_names = [f"{i}.{v.name}" for i, v in enumerate(variables)]
         self.sam = None if setup.sam is None else hvd_keras.SAM(**setup.sam)
-        self.graph = tf.function(self._step)
+        self.graph = tf.function(self._step, autograph=False)
 
     def step(self, number: int, *, passes: int = 1, spoilt: bool = False) -> None:
         for part in range(passes):
