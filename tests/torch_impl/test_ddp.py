@@ -145,6 +145,29 @@ for step in range(100):
 """
 
 
+@pytest.fixture(scope="module")
+def losing():
+    """The ranks of two jobs, by the rank that each loses; both wait for their time-outs at once."""
+    started = {}
+    for stops in (0, 1):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            where = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        started[stops] = [
+            subprocess.Popen(
+                [jobs.python(), "-c", LOSES_A_RANK, where, str(rank), str(stops)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=jobs.environment(**jobs.sleeping_waits()),
+            )
+            for rank in range(3)
+        ]
+    yield started
+    for process in (*started[0], *started[1]):
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("stops", "words"),
@@ -152,31 +175,13 @@ for step in range(100):
         (1, r"collective failed on rank {} of 3; no word from rank 1\. .*init_process_group\(tim"),
         (0, r"collective failed on rank {} of 3, and the job's store, .* is silent\. .*stopped"),
     ],
-    ids=["1", "0-which-has-the-store"],
+    ids=["lost@1", "lost@0-which-has-the-store"],
 )
-def test_an_error_names_the_rank_that_is_lost(stops, words):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        where = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    command = [jobs.python(), "-c", LOSES_A_RANK, where]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(stops)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=jobs.environment(**jobs.sleeping_waits()),
-        )
-        for rank in range(3)
-    ]
-    try:
-        for rank in {0, 1, 2} - {stops}:
-            output, _ = ranks[rank].communicate(timeout=150)
-            assert re.search(words.format(rank), output), output
-            assert "Timed out" in output or "clos" in output or "reset" in output, output
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+def test_an_error_names_the_rank_that_is_lost(losing, stops, words):
+    for rank in {0, 1, 2} - {stops}:
+        output, _ = losing[stops][rank].communicate(timeout=150)
+        assert re.search(words.format(rank), output), output
+        assert "Timed out" in output or "clos" in output or "reset" in output, output
 
 
 JOBS = [jobs.worker("ddp_worker", ranks, ddp_worker.scenarios_of(ranks)) for ranks in (2, 3)]
