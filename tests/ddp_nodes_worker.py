@@ -6,8 +6,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import sys
-import warnings
 from unittest import mock
 
 import numpy as np
@@ -21,19 +19,18 @@ from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.methods import as_compressor
 from hvd_compress.torch import DGC, DDPState, ddp_hook
-from tests import ddp_worker
-from tests.ddp_worker import (
-    _assert_close,
-    _assert_equal,
-    _heads,
-    _loss,
-    _same_everywhere,
-    _states,
-    _step_of,
-    _train,
+from tests import ddp_worker, group_worker
+from tests.ddp_worker import _heads, _step_of, _train
+from tests.devices import DEVICE
+from tests.group_worker import (
+    assert_close,
+    assert_equal,
+    assert_same_everywhere,
+    assert_same_states,
+    loss_of,
+    states_of,
 )
-from tests.devices import DEVICE, start_process_group
-from tests.scenarios import of_program, run_all
+from tests.scenarios import of_program
 
 STEPS, NODES, OF_A_NODE = 4, 2, 2
 DGC_TEXT = "dgc:density=0.05,momentum=0.9,min_size=0"
@@ -85,7 +82,7 @@ def _lockstep(method, steps, momentum=0.0):
             total: dict[str, torch.Tensor] = {}
             for rank in range(OF_A_NODE * node, OF_A_NODE * (node + 1)):
                 model.zero_grad()
-                _loss(model, rank, step).backward()
+                loss_of(model, rank, step).backward()
                 for name, p in model.named_parameters():
                     total[name] = total[name] + p.grad if name in total else p.grad.clone()
             means.append({name: _cut((x / OF_A_NODE).cpu().numpy()) for name, x in total.items()})
@@ -116,12 +113,12 @@ def trains_as_the_lockstep_world() -> None:
     ):
         model, _ = _compressed(method, momentum=momentum or None)
         _train(model, range(STEPS))
-        _same_everywhere(model)
+        assert_same_everywhere(model)
         reference = _lockstep(method, STEPS, momentum)
         if method.startswith(("topk", "randomk", "dgc")):
-            _assert_equal(model, reference)
+            assert_equal(model, reference)
         else:
-            _assert_close(model, reference)
+            assert_close(model, reference)
 
 
 def clipping_goes_by_the_gradient_of_the_node() -> None:
@@ -131,9 +128,11 @@ def clipping_goes_by_the_gradient_of_the_node() -> None:
         state.reducer.store, "norm", lambda x: found.append(norm(x)) or found[-1]
     ):
         _train(model, range(1))
-    _same_everywhere(model)
+    assert_same_everywhere(model)
     alone, first = _model(), dist.get_rank() - _place()
-    (sum(_loss(alone, rank, 0) for rank in range(first, first + OF_A_NODE)) / OF_A_NODE).backward()
+    (
+        sum(loss_of(alone, rank, 0) for rank in range(first, first + OF_A_NODE)) / OF_A_NODE
+    ).backward()
     right = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
     assert found == [pytest.approx(right, rel=1e-5)]
 
@@ -169,7 +168,7 @@ def nodes_are_found_and_given_in_many_ways() -> None:
         with mock.patch.dict(os.environ, variables):
             model, state = _compressed("topk:density=0.05", nodes=nodes, is_early=is_early)
             _train(model, range(STEPS))
-        _assert_equal(model, expected)
+        assert_equal(model, expected)
         assert state._nodes.ranks == OF_A_NODE
     whole, _ = _compressed("topk:density=0.05", nodes=None)
     _train(whole, range(STEPS))
@@ -177,7 +176,7 @@ def nodes_are_found_and_given_in_many_ways() -> None:
         model, state = _compressed("topk:density=0.05", nodes=nodes)
         _train(model, range(STEPS))
         assert state._nodes is None
-        _assert_equal(model, whole)
+        assert_equal(model, whole)
 
 
 def one_node_exchanges_nothing() -> None:
@@ -187,11 +186,11 @@ def one_node_exchanges_nothing() -> None:
     for nodes in (1, "auto"):  # on this machine
         model, _ = _compressed("none", nodes=nodes)
         _train(model, range(STEPS))
-        _same_everywhere(model)
-        _assert_close(model, plain)
+        assert_same_everywhere(model)
+        assert_close(model, plain)
         model, state = _compressed(DGC_TEXT, nodes=nodes)
         _train(model, range(STEPS))
-        _same_everywhere(model)
+        assert_same_everywhere(model)
         assert state.reducer.store.states["inner.weight"]["velocity"].any()
         assert state.stats().total.bytes_received == 0
 
@@ -238,10 +237,10 @@ def one_rank_of_a_node_counts_for_all_of_it() -> None:
     """A head that others do not use counts, as does one whose gradient is zero in its own part."""
     model, state = _heads("topk:density=0.1")
     _step_of(model, "b", dist.get_rank(), 0)
-    before = _states(state)
+    before = states_of(state)
     _step_of(model, "b" if dist.get_rank() == 1 else "a", dist.get_rank(), 1)
     assert model.module.b.weight.grad.any()
-    after = _states(state)
+    after = states_of(state)
     assert (after["b.weight"]["residual"] != before["b.weight"]["residual"]).any()
     b = model.module.b.weight
     mask = torch.zeros_like(b)
@@ -249,7 +248,7 @@ def one_rank_of_a_node_counts_for_all_of_it() -> None:
     masked = b.register_hook(lambda gradient: gradient * mask)
     _step_of(model, "a" if _place() else "b", dist.get_rank(), 2)
     masked.remove()
-    assert (_states(state)["b.weight"]["residual"] != after["b.weight"]["residual"]).any()
+    assert (states_of(state)["b.weight"]["residual"] != after["b.weight"]["residual"]).any()
 
 
 def nan_in_one_shard_reaches_every_rank_and_not_its_state() -> None:
@@ -257,16 +256,16 @@ def nan_in_one_shard_reaches_every_rank_and_not_its_state() -> None:
     for place in range(OF_A_NODE):
         model, state = _compressed("topk:density=0.05")
         _train(model, range(2))
-        before = _states(state)
+        before = states_of(state)
         name, weight = max(model.module.named_parameters(), key=lambda named: named[1].numel())
         factors = torch.ones_like(weight)
         if dist.get_rank() == 0:
             torch.tensor_split(factors, OF_A_NODE)[place].fill_(math.nan)
         weight.register_hook(lambda gradient, factors=factors: gradient * factors)
-        _loss(model, dist.get_rank(), 2).backward()
+        loss_of(model, dist.get_rank(), 2).backward()
         finite = [np.isfinite(part).all() for part in _cut(weight.grad.cpu().numpy())]
         assert finite == [i != place for i in range(OF_A_NODE)]
-        kept = torch.equal(_states(state)[name]["residual"], before[name]["residual"])
+        kept = torch.equal(states_of(state)[name]["residual"], before[name]["residual"])
         assert kept == (_place() == place)
 
 
@@ -275,10 +274,10 @@ def passes_that_do_not_meet_are_added() -> None:
     for step in range(2):
         model.zero_grad()
         with model.no_sync():
-            _loss(model, dist.get_rank(), step).backward()
-        _loss(model, dist.get_rank(), step).backward()
+            loss_of(model, dist.get_rank(), step).backward()
+        loss_of(model, dist.get_rank(), step).backward()
         twin.zero_grad()
-        (2 * _loss(twin, dist.get_rank(), step)).backward()
+        (2 * loss_of(twin, dist.get_rank(), step)).backward()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
     assert state.reducer.step == 2
@@ -296,18 +295,18 @@ def checkpoints_go_on() -> None:
         _train(model, range(3))
         weights = copy.deepcopy(model.module.state_dict())
         own, everything = state.state_dict(consolidate=False), _from_rank_0(state.state_dict())
-        states = _states(state)
+        states = states_of(state)
         _train(model, range(3, 5))
         for saved in (own, everything):
             again, later = _compressed(method)
             again.module.load_state_dict(weights)
             later.load_state_dict(saved)
-            torch.testing.assert_close(_states(later), states, rtol=0, atol=0)
+            assert_same_states(states_of(later), states)
             _train(again, range(3, 5))
             if method == DGC_TEXT:  # else sums depend on DDP's buckets, which begin anew
-                _assert_equal(again, model)
+                assert_equal(again, model)
             else:
-                _assert_close(again, model)
+                assert_close(again, model)
 
 
 def consolidated_states_are_means_over_nodes() -> None:
@@ -325,7 +324,7 @@ def consolidated_states_are_means_over_nodes() -> None:
         torch.testing.assert_close(found, total / NODES)
     other.module.load_state_dict(model.module.state_dict())
     _train(other, range(3, 5))
-    _same_everywhere(other)
+    assert_same_everywhere(other)
     # Of as many ranks a node, and fewer nodes.
     alone = [each for each in range(NODES) for _ in range(OF_A_NODE)][dist.get_rank()]
     groups = [dist.new_group([2 * node, 2 * node + 1]) for node in range(NODES)]
@@ -343,7 +342,7 @@ def states_of_other_nodes_are_refused() -> None:
     for each in (model, whole):
         _train(each, range(2))
     own, plain = state.state_dict(consolidate=False), without.state_dict()
-    before = _states(state)
+    before = states_of(state)
     with pytest.raises(ConfigError, match=r"nodes of 2 ranks, and here they have 1.*empty"):
         without.load_state_dict(own)
     with pytest.raises(ConfigError, match=r"nodes of 1 ranks, and here they have 2"):
@@ -354,20 +353,15 @@ def states_of_other_nodes_are_refused() -> None:
     for damaged in ({"shards": 3}, {"ranks_per_node": "2"}, {"shards": {_place(): 1}}):
         with pytest.raises(ConfigError, match="nothing was changed"):
             state.load_state_dict({**own, **damaged})
-    torch.testing.assert_close(_states(state), before, rtol=0, atol=0)
+    assert_same_states(states_of(state), before)
 
 
-def main() -> None:
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    start_process_group()
+def _begin() -> None:
     names = ("replica", "shard")
     for shape in ((2, 2), (4, 1)):
         mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=names)
         MESHES["x".join(map(str, shape))] = mesh
     ddp_worker.OPTIONS["nodes"] = NODES
-    run_all(sys.argv[1], dist.get_rank(), SCENARIOS, dist.barrier)
-    dist.destroy_process_group()
 
 
 #: those of the hook that say something of nodes, too
@@ -378,4 +372,4 @@ SHARED = (
 SCENARIOS = of_program(globals()) | {name: ddp_worker.SCENARIOS[name] for name in SHARED}
 
 if __name__ == "__main__":
-    main()
+    group_worker.main(SCENARIOS, _begin)

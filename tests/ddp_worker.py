@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import sys
-import warnings
+import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -36,9 +35,18 @@ from hvd_compress.torch import (
 )
 from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
 from hvd_compress.torch.state.rank_states import own as own_states
-from tests.devices import DEVICE, start_process_group
+from tests import group_worker
+from tests.devices import DEVICE
+from tests.group_worker import (
+    assert_close,
+    assert_equal,
+    assert_same_everywhere,
+    assert_same_states,
+    loss_of,
+    states_of,
+)
 from tests.ring_method import Ring
-from tests.scenarios import of_program, run_all
+from tests.scenarios import of_program
 
 STEPS = 6
 #: of every state; ``ddp_nodes_worker.py`` has nodes
@@ -61,11 +69,6 @@ def _model() -> torch.nn.Module:
     ).to(DEVICE)
 
 
-def _loss(model, rank, step):
-    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + step)).to(DEVICE)
-    return torch.nn.functional.cross_entropy(model(x), (x[:, :5] + 0.5 * x[:, 5:10]).argmax(1))
-
-
 def _distributed(method, **options):
     """Small buckets, so that there are several."""
     model = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
@@ -78,15 +81,8 @@ def _train(model, steps, momentum=0.0):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     for step in steps:
         optimizer.zero_grad()
-        _loss(model, dist.get_rank(), step).backward()
+        loss_of(model, dist.get_rank(), step).backward()
         optimizer.step()
-
-
-def _same_everywhere(model):
-    mine = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, mine)
-    assert all(torch.equal(theirs, mine) for theirs in everyones)
 
 
 def _lockstep(method, steps, momentum=0.0):
@@ -96,23 +92,13 @@ def _lockstep(method, steps, momentum=0.0):
         gradients = []
         for rank in range(size):
             model.zero_grad()
-            _loss(model, rank, step).backward()
+            loss_of(model, rank, step).backward()
             gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
         for name, p in model.named_parameters():
             outcome = world.exchange([g[name] for g in gradients], name=name, momentum=momentum)[0]
             with torch.no_grad():
                 p.add_(outcome.direction, alpha=-0.05)
     return model
-
-
-def _assert_close(model, reference):
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-4, atol=1e-5)
-
-
-def _assert_equal(model, other):
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def trains_as_the_lockstep_world() -> None:
@@ -129,15 +115,15 @@ def trains_as_the_lockstep_world() -> None:
     ):
         model, _ = _distributed(method)
         _train(model, range(STEPS))
-        _same_everywhere(model)
+        assert_same_everywhere(model)
         if not isinstance(method, FP16 | BF16):  # which are rounded at every hop here
-            _assert_close(model, _lockstep(method, STEPS))
+            assert_close(model, _lockstep(method, STEPS))
 
 
 def momentum_and_names() -> None:
     model, state = _distributed("dgc:density=0.05,indices=int32", momentum=0.9)
     _train(model, range(STEPS))
-    _assert_close(model, _lockstep(DGC(density=0.05), STEPS, momentum=0.9))
+    assert_close(model, _lockstep(DGC(density=0.05), STEPS, momentum=0.9))
     record = state.stats().layers["0.weight"]
     assert record.steps == STEPS
     assert record.elements_sent == STEPS * 128
@@ -163,10 +149,10 @@ def checkpoints_go_on() -> None:
     again.module.load_state_dict(weights)
     later.load_state_dict(own)
     _train(again, range(3, 6))
-    _assert_close(model, again)  # DDP fuses in another way in its first steps
+    assert_close(model, again)  # DDP fuses in another way in its first steps
     later.load_state_dict(common)
     _train(again, range(6, 8))
-    _same_everywhere(again)
+    assert_same_everywhere(again)
 
 
 def a_checkpoint_may_have_all_ranks() -> None:
@@ -187,7 +173,7 @@ def a_checkpoint_may_have_all_ranks() -> None:
         assert torch.equal(own["residual"], later.reducer.store.states[name]["residual"])
     for each in (model, again):
         _train(each, range(3, 6))
-    _assert_equal(model, again)
+    assert_equal(model, again)
     everyones = [{"0.weight": states["0.weight"]} for states in saved["ranks"]]
     fewer = {
         **saved,
@@ -210,7 +196,7 @@ def a_method_is_chosen_in_the_first_steps() -> None:
     model, state = _distributed(method)
     with mock.patch.object(Auto, "choice", return_value=(text, "for a test")):
         _train(model, range(8))
-    _same_everywhere(model)
+    assert_same_everywhere(model)
     assert state.stats().choice["method"] == text
     assert any(x["residual"].any() for x in state.reducer.store.states.values() if x)
     saved = copy.deepcopy(state.state_dict())
@@ -220,7 +206,7 @@ def a_method_is_chosen_in_the_first_steps() -> None:
     with mock.patch.object(auto, "measured_network", None):  # nothing is measured again
         _train(again, range(8, 12))
     assert other.stats().choice["method"] == text
-    _same_everywhere(again)
+    assert_same_everywhere(again)
 
 
 def a_loss_scale_is_refused_where_residuals_wait() -> None:
@@ -233,7 +219,7 @@ def a_loss_scale_is_refused_where_residuals_wait() -> None:
                 scaled.backward()
         else:
             scaled.backward()
-            _same_everywhere(model)
+            assert_same_everywhere(model)
         assert state.reducer.step == (not keeps)
 
 
@@ -241,12 +227,12 @@ def nan_reaches_every_rank_and_no_state() -> None:
     for method in (TopK(density=0.05), DGC(density=0.05, momentum=0.9), "powersgd"):
         model, state = _distributed(method)
         _train(model, range(2))
-        before = _states(state)
-        loss = _loss(model, dist.get_rank(), 2)
+        before = states_of(state)
+        loss = loss_of(model, dist.get_rank(), 2)
         (loss * float("nan") if dist.get_rank() == 0 else loss).backward()
         for p in model.parameters():
             assert not torch.isfinite(p.grad).all()
-        torch.testing.assert_close(_states(state), before, rtol=0, atol=0)
+        assert_same_states(states_of(state), before)
 
 
 def a_state_may_be_made_before_its_model() -> None:
@@ -262,7 +248,7 @@ def a_state_may_be_made_before_its_model() -> None:
         each.set_epoch(0)
     for each in (model, late_model):
         _train(each, range(STEPS))
-    _assert_equal(model, late_model)
+    assert_equal(model, late_model)
     places = [name for name, _ in model.module.named_parameters()]
     for i, name in enumerate(places):
         expected, found = (
@@ -278,8 +264,8 @@ def a_state_may_be_made_before_its_model() -> None:
     other.register_comm_hook(again, ddp_hook)
     for each in (late_model, other):
         _train(each, range(STEPS, 2 * STEPS))
-    _same_everywhere(other)
-    _assert_close(other, late_model)
+    assert_same_everywhere(other)
+    assert_close(other, late_model)
     assert again.reducer.step == 2 * STEPS
 
 
@@ -289,7 +275,7 @@ def a_state_may_be_made_before_the_process_group() -> None:
     other.register_comm_hook(EARLY[0], ddp_hook)
     for each in (model, other):
         _train(each, range(STEPS))
-    _assert_equal(model, other)
+    assert_equal(model, other)
 
 
 def an_exception_in_the_middle_of_backward_ends_one_model_and_no_state() -> None:
@@ -316,11 +302,11 @@ def an_exception_in_the_middle_of_backward_ends_one_model_and_no_state() -> None
         again = DistributedDataParallel(inner, bucket_cap_mb=0.005)
         again.register_comm_hook(state, ddp_hook)
         _train(again, range(2, 5))
-        _same_everywhere(again)
+        assert_same_everywhere(again)
         other, _ = _distributed("topk:density=0.05")
         _train(other, range(2 - early))
         _train(other, range(2, 5))
-        _assert_close(again, other)
+        assert_close(again, other)
         assert residuals.keys() <= state.reducer.store.states.keys()
 
 
@@ -524,7 +510,7 @@ def what_is_no_bucket_of_dense_gradients_is_refused() -> None:
         model = DistributedDataParallel(_model())
     model.register_comm_hook(DDPState("topk", model), ddp_hook)
     with pytest.raises(UnsupportedError, match=r"optimize_ddp = True"):
-        _loss(model, dist.get_rank(), 0).backward()
+        loss_of(model, dist.get_rank(), 0).backward()
 
 
 def a_static_graph_needs_a_state_that_knows_the_model() -> None:
@@ -562,20 +548,15 @@ def _step_of(model, head, rank, step):
     model(head, torch.randn(8, 16, generator=random).to(DEVICE)).backward()
 
 
-def _states(state):
-    states = state.reducer.store.states
-    return {name: {key: x.clone() for key, x in own.items()} for name, own in states.items()}
-
-
 def a_head_that_no_rank_used_keeps_its_state() -> None:
     for method in (TopK(density=0.1), DGC(density=0.1, momentum=0.9, min_size=1), OneBit()):
         for options in ({}, {"gradient_as_bucket_view": True}):
             model, state = _heads(method, **options)
             _step_of(model, "b", dist.get_rank(), 0)
             _step_of(model, "a", dist.get_rank(), 1)
-            before = _states(state)
+            before = states_of(state)
             _step_of(model, "a", dist.get_rank(), 2)
-            after = _states(state)
+            after = states_of(state)
             assert model.module.b.weight.grad is None
             for name in ("b.weight", "b.bias"):
                 torch.testing.assert_close(after[name], before[name], rtol=0, atol=0)
@@ -597,7 +578,7 @@ def all_parameters_of_a_static_graph_are_used() -> None:
     for step in range(3):
         for each in (model, twin):
             _step_of(each, "a", dist.get_rank(), step)
-        torch.testing.assert_close(_states(state), _states(its_state), rtol=0, atol=0)
+        assert_same_states(states_of(state), states_of(its_state))
         torch.testing.assert_close(model.module.a.weight.grad, twin.module.a.weight.grad)
 
 
@@ -617,12 +598,12 @@ def a_discarded_pass_leaves_no_trace() -> None:
         _train(model, range(2))
         _train(twin, range(2))
         model.zero_grad()
-        (100 * _loss(model, dist.get_rank(), 50)).backward()
+        (100 * loss_of(model, dist.get_rank(), 50)).backward()
         state.discard()
         _train(model, range(2, 4))
         _train(twin, range(2, 4))
-        _assert_equal(model, twin)
-        torch.testing.assert_close(_states(state), _states(its_state), rtol=0, atol=0)
+        assert_equal(model, twin)
+        assert_same_states(states_of(state), states_of(its_state))
         assert state.reducer.step == its_state.reducer.step == 4
 
 
@@ -633,7 +614,7 @@ def ranks_with_fewer_batches_join() -> None:
     with model.join():
         _train(model, range(2 + dist.get_rank()))
     assert state.reducer.step == 1 + dist.get_world_size()
-    _same_everywhere(model)
+    assert_same_everywhere(model)
 
 
 @_of_several
@@ -646,11 +627,11 @@ def compiled_models_train_under_autocast() -> None:
     for step in range(3):
         optimizer.zero_grad()
         with torch.autocast(DEVICE.type, torch.bfloat16):
-            loss = _loss(compiled, dist.get_rank(), step)
+            loss = loss_of(compiled, dist.get_rank(), step)
         loss.backward()
         optimizer.step()
     assert state.reducer.step == 3
-    _same_everywhere(model)
+    assert_same_everywhere(model)
 
 
 @_of_several
@@ -688,13 +669,9 @@ def mistakes_are_errors() -> None:
 
 
 def main() -> None:
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
     Reducer.keeps_engine = True  # on one rank, too: NCCL takes no more on a GPU
     EARLY.append(DDPState("topk:density=0.05"))
-    start_process_group()
-    run_all(sys.argv[1], dist.get_rank(), scenarios_of(dist.get_world_size()), dist.barrier)
-    dist.destroy_process_group()
+    group_worker.main(scenarios_of(int(os.environ["WORLD_SIZE"])))
 
 
 SCENARIOS = of_program(globals())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
 import tempfile
 import warnings
 from datetime import timedelta
@@ -22,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import hvd_compress.torch as hvd
 from hvd_compress import FP8, LinearQuantization
 from hvd_compress.errors import CollectiveTimeout, ConfigError, MismatchError, UnsupportedError
-from tests.devices import DEVICE, start_process_group
-from tests.scenarios import of_program, run_all
+from tests import group_worker
+from tests.devices import DEVICE
+from tests.scenarios import of_program
 
 LR = 0.1
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -541,18 +541,11 @@ def unused_parameters_are_refused() -> None:
     assert not model.words.weight.grad.full_tensor().any()
 
 
-def main() -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", category=DeprecationWarning)  # of PyTorch's own calls
-    warnings.filterwarnings("ignore", category=FutureWarning)
+def _begin():
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)  # of Dynamo
-    torch.set_num_threads(1)
-    start_process_group()
-    run_all(sys.argv[1], dist.get_rank(), SCENARIOS, dist.barrier)
-    dist.destroy_process_group()
 
 
 SCENARIOS = of_program(globals())
 
 if __name__ == "__main__":
-    main()
+    group_worker.main(SCENARIOS, _begin, (DeprecationWarning, FutureWarning))

@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 
 from hvd_compress.torch import DDPState, ddp_hook
+from tests import group_worker
 from tests.trainers import common
 
 
@@ -38,7 +39,7 @@ class _Run:
                     norms.append(self.accelerator.clip_grad_norm_(parameters, clip).item())
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-        common.assert_same_everywhere(self.model)
+        group_worker.assert_same_everywhere(self.model)
         return norms
 
 
@@ -57,7 +58,7 @@ def a_checkpoint_goes_on_with_the_same_bits() -> None:
     first.accelerator.wait_for_everyone()  # until rank 0 has written
     again.accelerator.load_state("half")
     again.epoch()
-    common.assert_equal(again.model, whole.model)
+    group_worker.assert_equal(again.model, whole.model)
     common.assert_same_states(again.state, whole.state)
 
 
@@ -83,7 +84,7 @@ def accumulated_gradients_are_exchanged_once() -> None:
         run = _Run("none", **options)
         run.epoch()
         models.append(run.model)
-    common.assert_close(*models)
+    group_worker.assert_close(*models)
 
 
 def clipping_is_of_the_average() -> None:

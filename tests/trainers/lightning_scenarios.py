@@ -10,6 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from hvd_compress.errors import ConfigError
 from hvd_compress.torch import DGC, StagedWarmup
 from hvd_compress.torch.lightning import KEY, CompressedDDPStrategy
+from tests import group_worker
 from tests.trainers import common
 
 
@@ -48,7 +49,7 @@ def _fit(epochs, *, strategy=None, batch=16, module=None, checkpoint=None, **opt
     pl.seed_everything(0, verbose=False)
     module = module or _Module()
     trainer.fit(module, _loader(batch), ckpt_path=checkpoint)
-    common.assert_same_everywhere(module)
+    group_worker.assert_same_everywhere(module)
     return trainer, module
 
 
@@ -64,7 +65,7 @@ def a_checkpoint_goes_on_with_the_same_bits() -> None:
     first, _ = _fit(1)
     first.save_checkpoint("half.ckpt")
     again, found = _fit(2, checkpoint="half.ckpt")
-    common.assert_equal(found, expected)
+    group_worker.assert_equal(found, expected)
     common.assert_same_states(again.strategy.compression, whole.strategy.compression)
     first.save_checkpoint("weights.ckpt", weights_only=True)
     assert KEY not in torch.load("weights.ckpt", weights_only=False)
@@ -94,7 +95,7 @@ def accumulated_gradients_are_exchanged_once() -> None:
     trainer, found = _fit(1, batch=8, accumulate_grad_batches=2)
     common.assert_compressed(trainer.strategy.compression, 4)
     _, expected = _fit(1, batch=16)
-    common.assert_close(found, expected)
+    group_worker.assert_close(found, expected)
 
 
 def clipping_is_of_the_average() -> None:

@@ -12,6 +12,7 @@ import ray.train.torch
 import torch
 
 from hvd_compress.torch import DDPState, ddp_hook
+from tests import group_worker
 from tests.trainers import common
 
 
@@ -34,7 +35,7 @@ def work(config):
             optimizer.zero_grad()
             common.loss_of(model, x[mine], y[mine]).backward()
             optimizer.step()
-        common.assert_same_everywhere(model)
+        group_worker.assert_same_everywhere(model)
         saved = [part.state_dict() for part in (model, optimizer, state)]
         with tempfile.TemporaryDirectory() as folder:
             torch.save([*saved, step + 1], Path(folder, "all.pt"))

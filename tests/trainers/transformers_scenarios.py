@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hvd_compress.errors import ConfigError
 from hvd_compress.torch import DGC, StagedWarmup
 from hvd_compress.torch.transformers import FILE, CompressedGradients, CompressedTrainer
+from tests import group_worker
 from tests.trainers import common
 
 transformers.logging.set_verbosity_error()
@@ -50,7 +51,7 @@ def _trainer(epochs=2, *, batch=16, compression=common.METHOD, kind=CompressedTr
 def it_compresses() -> None:
     trainer = _trainer()
     trainer.train()
-    common.assert_same_everywhere(trainer.model)
+    group_worker.assert_same_everywhere(trainer.model)
     common.assert_compressed(trainer.compression, 8)
 
 
@@ -64,11 +65,11 @@ def a_checkpoint_goes_on_with_the_same_bits() -> None:
     again = _trainer(folder="half")
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 8
-    common.assert_equal(again.model, whole.model)
+    group_worker.assert_equal(again.model, whole.model)
     common.assert_same_states(again.compression, whole.compression)
     named = _trainer(folder="elsewhere")
     named.train(resume_from_checkpoint="half/checkpoint-4")
-    common.assert_equal(named.model, whole.model)
+    group_worker.assert_equal(named.model, whole.model)
 
 
 def a_checkpoint_may_have_the_mean() -> None:
@@ -101,7 +102,7 @@ def clipping_is_of_the_average() -> None:
     trainer.add_callback(norms)
     trainer.train()
     assert norms.found == pytest.approx([0.05] * 4, rel=1e-3)
-    common.assert_same_everywhere(trainer.model)
+    group_worker.assert_same_everywhere(trainer.model)
 
 
 def schedules_follow_the_epochs() -> None:
