@@ -68,7 +68,7 @@ def test_text(tmp_path, request, model, launcher):
     options += ["--width", "16", "--batch-size", "2", "--lr", "4", "--density", "0.1"]
     options += ["--output", str(picture)]
     methods = ["none", "dgc:small=sparse"]
-    if model == "lstm" or request.config.getoption("--full"):
+    if request.config.getoption("--full"):
         methods += ["topk", "onebit_adam"]
     options += ["--compression", *methods]
     output = start("train_text", *options, launcher=launcher, ranks=2, timeout=280)

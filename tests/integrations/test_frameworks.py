@@ -104,10 +104,10 @@ class Job:
 #: every scenario once over each engine, under each controller at least what must hold everywhere
 JOBS = [
     Job("horovod", (*TORCH, *OPTIMIZERS_TORCH, *OTHERS), "mpirun", 3),
-    Job("horovod", PARITY, "gloo", 2),
+    Job("horovod", FOLLOWS, "gloo", 2),
     Job("horovod", (*FOLLOWS, "training.without_loss_it_is_the_plain_optimizer"), "alone", 1),
     Job("mpi", (*TORCH, *OPTIMIZERS_TORCH, "over_mpi", *OTHERS), "mpirun", 2),
-    Job("mpi", (*PARITY, "over_mpi"), "mpich", 3),
+    Job("mpi", (*FOLLOWS, "over_mpi"), "mpich", 3),
     Job(
         "mpi", (*FOLLOWS, "systems_torch.every_graph_gives_the_bits_of_the_simulation"), "mpirun", 5
     ),
@@ -126,6 +126,8 @@ JOBS = [
     Job("tensorflow-mpi", OVER_MPI, "mpirun", 3),
 ]
 FULL = [
+    Job("horovod", PARITY, "gloo", 2),
+    Job("mpi", (*PARITY, "over_mpi"), "mpich", 3),
     Job("horovod", (*TORCH, *OPTIMIZERS_TORCH, *OTHERS), "alone", 1),
     Job("mpi", OTHERS, "mpirun", 4),
     Job("mpi", ("over_mpi", *PARITY), "mpirun", 5),
