@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import tracemalloc
 
@@ -41,6 +42,7 @@ from hvd_compress.codecs import contraction, natural, uniform_dithering
 from hvd_compress.engines.joining import Placed, exchanged, plan_for, tensors_of
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
+from hvd_compress.errors import PayloadError
 from hvd_compress.meetings import allgather, alltoall
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Record
@@ -454,6 +456,29 @@ def test_a_step_that_ends_early_leaves_states_as_they_were(method):
             for name in shapes:
                 for key, x in ranks.states[rank][name].items():
                     np.testing.assert_array_equal(x, before[rank][name][key])
+
+
+@pytest.mark.parametrize("method", [FP8(), OneBit(via="allgather"), QSGD()], ids=repr)
+def test_messages_of_another_size_and_of_other_options_are_noticed(method):
+    """Changed bytes are those of tests/wire/test_gathered.py."""
+    shapes, random = {"a": (8, 9), "b": (30,)}, np.random.default_rng(0)
+    own = {n: random.standard_normal(s).astype("f4") for n, s in shapes.items()}
+
+    def begun(method):
+        exchange = exchange_of(method, shapes, own, {n: method.init(g) for n, g in own.items()})
+        return exchange, next(exchange).arrays[0]
+
+    message = begun(method)[1].copy()
+    other = dataclasses.replace(method, bucket=64) if hasattr(method, "bucket") else FP8(bucket=8)
+    for theirs, words in (
+        *(
+            (each, "rank 1")
+            for each in (message[:-8], message[:3], np.append(message, message[:8]))
+        ),
+        (begun(other)[1], "compression options"),
+    ):
+        with pytest.raises(PayloadError, match=words):
+            begun(method)[0].send([message, theirs.copy()])
 
 
 @pytest.mark.parametrize(
