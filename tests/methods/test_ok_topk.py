@@ -141,6 +141,18 @@ def test_the_threshold_follows_the_number_of_sums(count, factor):
         assert outcome.state["global_threshold"].tolist() == [pytest.approx(new, rel=1e-15)]
 
 
+def test_nan_in_the_first_step_leaves_no_threshold():
+    """In later ones it is a law of the kit."""
+    world, gradients = World(OkTopk(density=0.05), 3), np.random.default_rng(0).normal(size=(3, 90))
+    spoilt = gradients.copy()
+    spoilt[2, 17] = np.nan
+    for outcome in world.exchange(list(spoilt)):
+        assert not np.isfinite(outcome.mean).all()
+        assert all(np.isfinite(array).all() for array in outcome.state.values())
+    assert np.isfinite(world.exchange(list(gradients))[0].mean).all()
+    assert world.states["tensor"][0]["global_threshold"] > 0
+
+
 def test_zeros_and_ties():
     """A threshold that has become too small, or 0, does not let everything pass for long."""
     n, size = 90, 3
