@@ -36,15 +36,15 @@ from mpi_examples.study import half_width
 
 #: after a method: a quarter of the steps falls to its density, or a tenth goes before low rank
 WARM_UP = ", warm-up"
-#: before a method: it averages gradients in units of steps, once Adam's second moment is frozen
-FROZEN = "frozen:"
+#: AdamW on each rank, and one bit per element of the changes
+ONE_BIT_AFTER = "unsent=stays,compression=onebit:column=512,via=allgather"
 #: what is tried on each recipe
 METHODS = {
     "bytes": (
         *("none", "bf16", "linear", "fp8", "powersgd:rank=4", "topk:density=0.01"),
         *("topk:density=0.1", "onebit", "onebit_adam", "diloco:sync_every=10"),
         "local_sgd:sync_every=4,compression=topk:density=0.04",
-        *(f"{FROZEN}none", f"{FROZEN}topk:density=0.01"),
+        *(f"local_sgd:sync_every={steps},{ONE_BIT_AFTER}" for steps in (1, 2, 4)),
     ),
     "bytes-muon": ("none", "bf16", "linear", "powersgd:rank=4"),
     "mnist": (
@@ -56,7 +56,7 @@ METHODS = {
 RESULTS = Path(__file__).with_suffix(".json")
 RANKS = 4
 #: what the learning rate of a recipe is multiplied with; the best of them counts
-FACTORS = (1.0, 0.5, 2.0)
+FACTORS = (1.0, 0.5, 2.0, 1.4)
 
 
 class Training(NamedTuple):

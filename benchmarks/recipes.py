@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from benchmarks.quality import FROZEN, RANKS, WARM_UP, Training
+from benchmarks.quality import RANKS, WARM_UP, Training
 from hvd_compress import Compressor, PowerSGD, as_compressor, optimizers, warmup_to
 from hvd_compress.engines.lockstep import World
 from hvd_compress.optimizers import Now
@@ -227,47 +227,6 @@ class OneBit(Gradients):
                 p.data, self.states[n] = formula.step(p.data, g, self.states[n], now)
 
 
-class Frozen(Gradients):
-    """AdamW whose second moment is frozen after a fifth of the steps.  A method averages gradients
-    in units of steps from then on, so the optimizer is linear in what error feedback keeps."""
-
-    def __init__(self, recipe: Recipe, text: str, model: torch.nn.Module, steps: int) -> None:
-        super().__init__(recipe, "none", model, steps)
-        self.method = as_compressor(text.removeprefix(FROZEN))
-        self.freeze, self.count = max(steps // 5, 1), 0
-        self.scales: dict[str, torch.Tensor] = {}
-        self.velocities: dict[str, torch.Tensor] = {}
-
-    def start(self) -> None:
-        """Freeze what AdamW has learnt."""
-        group = self.optimizer.param_groups[0]
-        for n, p in self.parameters.items():
-            state = self.optimizer.state[p]
-            v = state["exp_avg_sq"] / (1 - group["betas"][1] ** self.freeze)
-            self.scales[n] = torch.where(v > 0, 1 / (v.sqrt() + group["eps"]), 0)
-            self.velocities[n] = state["exp_avg"] / (1 - group["betas"][0]) * self.scales[n]
-        record = self.world.record
-        self.world = World(self.method, RANKS, fused=True)
-        self.world.record = record
-
-    def step(self, batch: Sequence[Batch], lr: float) -> None:
-        self.count += 1
-        if self.count <= self.freeze:
-            super().step(batch, lr)
-            return
-        if not self.scales:
-            self.start()
-        gradients = [{n: g * self.scales[n] for n, g in own.items()} for own in self.clipped(batch)]
-        found = self.world.exchange_all(gradients)[0]
-        group = self.optimizer.param_groups[0]
-        beta1 = group["betas"][0]
-        with torch.no_grad():
-            for n, p in self.parameters.items():
-                self.velocities[n].mul_(beta1).add_(found[n].direction)
-                p.mul_(1 - lr * group["weight_decay"])
-                p.sub_(lr * (1 - beta1) * self.velocities[n])
-
-
 class Rounds:
     """Ranks that step by themselves, and meet in some steps."""
 
@@ -332,9 +291,7 @@ def train(run: Training, file: Path | None) -> dict[str, Any]:
     steps = max(round(recipe.steps * run.horizon), 1)
     model = recipe.model()
     kind: Any = OneBit if run.method == "onebit_adam" else Gradients
-    if run.method.startswith(FROZEN):
-        kind = Frozen
-    elif training_method(run.method):
+    if training_method(run.method):
         kind = Rounds
     ranks = kind(recipe, run.method, model, steps)
     start, batches = time.perf_counter(), recipe.batches(run.seed)

@@ -68,12 +68,16 @@ def table(runs: Mapping[str, list[Run]], columns: Columns, head: str = "method")
 
 def training_method(text: str) -> TrainingMethod | None:
     """Return the way to train between exchanges that a text such as "diloco:sync_every=8" names, or
-    ``None`` if it names none."""
+    ``None`` if it names none.  All that follows "compression=" is of the method that it names."""
     name, _, options = text.partition(":")
     if name not in names("training"):
         return None
-    pairs = [option.split("=", 1) for option in options.split(",") if option]
-    return build(lookup("training", name), {option: _value(text) for option, text in pairs})
+    own, _, compression = options.partition("compression=")
+    pairs = [option.split("=", 1) for option in own.split(",") if option]
+    found = {option: _value(text) for option, text in pairs}
+    if compression:
+        found["compression"] = compression
+    return build(lookup("training", name), found)
 
 
 def _value(text: str) -> Any:

@@ -78,7 +78,9 @@ def too_coarse(method: Compressor, optimizer: Any) -> str | None:
     return (
         f"{method.name} under {type(optimizer).__name__} costs much accuracy (docs/accuracy.md): "
         "what it sends late or in a bit arrives in bursts, and the optimizer is not linear in the "
-        'gradient. Write compression="linear", or another optimizer; where it is on purpose, '
+        'gradient. Write compression="linear"; or method=hvd.LocalSGD(sync_every=2, '
+        'unsent="stays", compression="onebit:column=512,via=allgather"), whose feedback is after '
+        "the optimizer; or another optimizer. Where it is on purpose, "
         "warnings.simplefilter('ignore', hvd_compress.NeedsTuning)"
     )
 

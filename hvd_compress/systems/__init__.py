@@ -13,6 +13,7 @@ from hvd_compress.systems.base import (
     Start,
     StepContext,
     TrainingMethod,
+    Unsent,
 )
 from hvd_compress.systems.coordinator import Coordinator
 from hvd_compress.systems.owner import Owner
@@ -27,4 +28,5 @@ __all__ = [
     "Start",
     "StepContext",
     "TrainingMethod",
+    "Unsent",
 ]

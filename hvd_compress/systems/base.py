@@ -82,13 +82,28 @@ class Mean(NamedTuple):
     arrays: Arrays
 
 
+class Unsent(NamedTuple):
+    """Ask for what the compression has kept of this rank's arrays, its residuals; nothing is sent.
+    The reply has their shapes; arrays of which nothing was sent yet are left out.
+
+    Attributes:
+        arrays: those that are averaged, by name.
+
+    >>> method, x = LocalSGD(1, compression="topk", unsent="stays"), {"w": np.zeros(2)}
+    >>> next(method.after_step(x, method.init(x), StepContext()))
+    Unsent(arrays={'w': array([0., 0.])})
+    """
+
+    arrays: Arrays
+
+
 #: what ranks compare when a state begins, by :meth:`TrainingMethod.in_common`
 WEIGHTS_AT_START = (
     "weights at the start, which have to be made equal before the first step, in PyTorch by "
     "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
 )
 
-Request = Start | Finish | Mean | Collective
+Request = Start | Finish | Mean | Unsent | Collective
 #: returns the parameters and the state
 Steps = Generator[Request, Any, tuple[Arrays, State]]
 
@@ -272,6 +287,15 @@ def groups_of(in_group: int, size: int) -> Groups:
     """
     ranks = range(size)
     return tuple(tuple(ranks[first : first + in_group]) for first in range(0, size, in_group))
+
+
+def residuals(arrays: Arrays, states: Mapping[str, Mapping[str, Array]]) -> Arrays:
+    """Return the reply to :class:`Unsent`, given the states of the compression by name."""
+    found = {}
+    for name, x in arrays.items():
+        if (kept := states.get(name, {}).get("residual")) is not None:
+            found[name] = backend_of(kept).reshape(kept, backend_of(x).shape(x))
+    return found
 
 
 def widened(x: Array) -> Array:

@@ -27,7 +27,9 @@ from hvd_compress.systems.base import (
     Start,
     StepContext,
     TrainingMethod,
+    Unsent,
     as_training_method,
+    residuals,
 )
 from hvd_compress.systems.owner import Exchange, Owner
 
@@ -216,8 +218,8 @@ class Coordinator(Owner):
                 self.exchanges += has_met and is_step
                 self.record.steps += has_met_plainly and is_step
                 return stop.value
-            has_met |= not isinstance(request, Finish)
-            has_met_plainly |= not isinstance(request, Start | Finish)
+            has_met |= not isinstance(request, Finish | Unsent)
+            has_met_plainly |= not isinstance(request, Start | Finish | Unsent)
             reply = self._answer(request)
 
     def _answer(self, request: Request) -> Any:
@@ -235,6 +237,8 @@ class Coordinator(Owner):
             # Nothing, if it would have begun before a restart, or has not with other options.
             found, self._arrived = self._arrived, {}
             return found
+        if isinstance(request, Unsent):
+            return residuals(request.arrays, self._sent.states)
         record, before = self.record, self.record.bytes_sent
         if isinstance(request, Mean):
             shapes = [(name, backend_of(x).shape(x)) for name, x in request.arrays.items()]

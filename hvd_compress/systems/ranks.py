@@ -23,6 +23,8 @@ from hvd_compress.systems.base import (
     State,
     StepContext,
     TrainingMethod,
+    Unsent,
+    residuals,
 )
 
 
@@ -134,6 +136,12 @@ class Ranks:
 
     def _answers(self, requests: Sequence[Any]) -> list[Any]:
         first = requests[0]
+        if isinstance(first, Unsent):
+            states = self._averages.states.items()
+            return [
+                residuals(own.arrays, {name: of[rank] for name, of in states})
+                for rank, own in enumerate(requests)
+            ]
         self._has_met |= not isinstance(first, Finish)
         if isinstance(first, Start):
             outcomes = self._averages.exchange_all(

@@ -29,6 +29,7 @@ HALVED = [oracle.LR] * 4 + [oracle.LR / 2] * 5
 LEADERS = {"local_every": 2, "global_every": 4}
 METHODS = (
     rounds.LocalSGD(sync_every=2, compression="topk:density=0.25"),
+    rounds.LocalSGD(sync_every=2, compression="onebit:via=allgather", unsent="stays"),
     rounds.DiLoCo(sync_every=4, fragments=2, delay=1, mix=0.5),
     rounds.LeaderSGD(**LEADERS, groups=2),
     rounds.EASGD(sync_every=2),
@@ -43,7 +44,7 @@ METHODS = (
 def training_follows_the_lockstep_world() -> None:
     momentum = 0.875  # Keras rounds it to float32
     is_short = over == "tensorflow" and not everything
-    rows = [(method, momentum, RATES) for method in (METHODS[:5] if is_short else METHODS)]
+    rows = [(method, momentum, RATES) for method in (METHODS[:6] if is_short else METHODS)]
     # Keras's momentum has the rate in it, and goes on with that of before.
     proximal = graphs.ExactDiffusion("complete", prox=graphs.l1(0.05))
     rows.append((proximal, 0.0, HALVED))

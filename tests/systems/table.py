@@ -89,6 +89,7 @@ def _served(mode: str = "sync", **options: Any) -> Row:
 ROUNDS = (
     _local(2, start=2),
     dataclasses.replace(_local(2, compression=TOP_K), equal_after=2, starts_equal=True, alone=None),
+    Row(LocalSGD(2, compression=TOP_K, unsent="stays"), keeps_mean=True, starts_equal=True),
     _outer(DiLoCo(sync_every=2)),
     _outer(DiLoCo(sync_every=2, compression="linear")),
     _outer(DiLoCo(sync_every=2, compression="powersgd:rank=1,min_compression_rate=1")),

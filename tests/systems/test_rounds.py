@@ -191,6 +191,48 @@ def test_momentum_that_is_nan_is_lost_with_its_round(make):
     assert (found[7] < found[5]).all()
 
 
+@pytest.mark.parametrize(
+    ("unsent", "first", "second"),
+    [
+        ("waits", [(2, -1), (2, -1)], (2.5, -0.5)),
+        ("stays", [(2, 0), (3, -1)], (2.5, -0.5)),
+    ],
+)
+def test_what_was_not_sent_by_hand(unsent, first, second):
+    """Rank 0 goes from 0 to (4, 1) and sends 4; rank 1 goes to (1, -2) and sends -2.  Then both
+    stand still, and send the rest."""
+    method = LocalSGD(sync_every=1, compression="topk:density=0.5", unsent=unsent)
+    ranks, starts = Ranks(method, 2), [{"x": np.zeros((1, 2))} for _ in range(2)]
+    ranks.before_step(starts)
+    moved = [{"x": np.array([[4.0, 1.0]])}, {"x": np.array([[1.0, -2.0]])}]
+    x = ranks.after_step(moved)
+    assert [tuple(own["x"][0]) for own in x] == first
+    assert ranks.states[0]["anchor"]["x"].tolist() == [[2, -1]]
+    x = ranks.after_step(ranks.before_step(x))
+    assert [tuple(own["x"][0]) for own in x] == [second] * 2
+
+
+def test_half_precision_loses_nothing_of_what_stays():
+    """Weights of float16 are rounded; their differences from the anchor, in float32, are not."""
+    method = LocalSGD(sync_every=1, compression="topk:density=0.5", unsent="stays")
+    ranks, x = Ranks(method, 2), [{"x": np.ones(4, np.float16)} for _ in range(2)]
+    for _ in range(40):
+        x = ranks.before_step(x)
+        x = [{"x": own["x"] + np.arange(1, 5, dtype=np.float16) / 1024} for own in x]
+        x = ranks.after_step(x)
+    mean = np.mean([own["x"].astype(float) for own in x], 0)
+    assert x[0]["x"].dtype == np.float16
+    assert mean == pytest.approx(1 + 40 * np.arange(1, 5) / 1024, abs=2 / 1024)
+
+
+def test_what_stays_needs_error_feedback():
+    with pytest.raises(ConfigError, match="'none' cannot be combined"):
+        LocalSGD(unsent="stays")
+    ranks = Quadratics(LocalSGD(1, compression="fp16", unsent="stays"), (1, 1), b=(0, 4))
+    with pytest.raises(ConfigError, match="'fp16' cannot be combined"):
+        ranks.step()
+
+
 def test_what_was_not_sent_is_forgotten_with_the_rest():
     coordinator = Coordinator(LocalSGD(sync_every=1, compression="topk:density=0.5"), LocalEngine())
     x = coordinator.before_step({"x": np.zeros(4)})
