@@ -44,7 +44,7 @@ METHODS = {
         *("none", "bf16", "linear", "fp8", "powersgd:rank=4", "topk:density=0.01"),
         *("topk:density=0.1", "onebit", "onebit_adam", "diloco:sync_every=10"),
         "local_sgd:sync_every=4,compression=topk:density=0.04",
-        *(f"local_sgd:sync_every={steps},{ONE_BIT_AFTER}" for steps in (1, 2, 4)),
+        *(f"local_sgd:sync_every={every},{ONE_BIT_AFTER}" for every in ("1", "2,start=120")),
     ),
     "bytes-muon": ("none", "bf16", "linear", "powersgd:rank=4"),
     "mnist": (
