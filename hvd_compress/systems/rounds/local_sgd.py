@@ -27,7 +27,7 @@ class LocalSGD(Rounds, name="local_sgd"):
 
         method=hvd.LocalSGD(sync_every=8)
 
-    After a round, without compression and with it, where ``unsent="stays"`` leaves x_i = x0 - e_i::
+    After a round, and with compression, where ``unsent="stays"`` leaves x_i = x0 - e_i::
 
         x_i = mean of x_j over the ranks
         x_i = x0 = x0 - mean of C(x0 - x_j) over the ranks; C keeps e_i for later
@@ -38,6 +38,7 @@ class LocalSGD(Rounds, name="local_sgd"):
         sync_every: H, the number of local steps between exchanges.
         start: exchange after every step until this one: post-local SGD.  0 for never.
         compression: of differences, for instance "topk:density=0.01".
+        unsent: e_i "waits" apart, or "stays" in the rank's parameters; needs error feedback.
         unsent: e_i "waits" apart, or "stays" in the rank's parameters; needs error feedback.
 
     Reference: Stich, ICLR 2019; Lin et al., ICLR 2020; Basu et al., NeurIPS 2019 (compression).
