@@ -48,7 +48,7 @@ def test_the_page_lists_all():
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     used = set().union(*(private_parts(path.read_text()) for path in files))
     page = (ROOT / "docs/design.md").read_text()
-    (line,) = re.findall(r"^.*private parts of Horovod.*$", page, re.MULTILINE)
+    (line,) = re.findall(r"^.*private module of Horovod.*$", page, re.MULTILINE)
     assert set(PRIVATE.findall(line)) == used
 
 
