@@ -38,8 +38,7 @@ class LocalSGD(Rounds, name="local_sgd"):
         sync_every: H, the number of local steps between exchanges.
         start: exchange after every step until this one: post-local SGD.  0 for never.
         compression: of differences, for instance "topk:density=0.01".
-        unsent: e_i "waits" apart, or "stays" in the rank's parameters, whose mean over the ranks
-            then moves by the mean of their steps.  Needs error feedback.
+        unsent: e_i "waits" apart, or "stays" in the rank's parameters; needs error feedback.
 
     Reference: Stich, ICLR 2019; Lin et al., ICLR 2020; Basu et al., NeurIPS 2019 (compression).
 
