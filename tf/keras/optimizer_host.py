@@ -93,7 +93,8 @@ class FormulaOptimizer(keras.optimizers.Optimizer):
         known = variables_of(self, grads, trainable_variables) if grads else []
         if len(known) == len(grads):
             self._now = self._now_of(grads, known)
-        super().apply(grads, known)  # which refuses all else
+        given = None if trainable_variables is None else known
+        super().apply(grads, given)  # which refuses all else
         self._now = None  # it belongs to the graph
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
