@@ -189,15 +189,21 @@ def differences(everyone: Sequence[bytes]) -> str:
         if all(isinstance(value, list) for value in values):
             values = _unequal_entries(values)
         lines.append(f"  {what}")
-        for value in dict.fromkeys(map(_shortened, values)):
-            ranks = [str(r) for r, theirs in enumerate(values) if _shortened(theirs) == value]
-            lines.append(f"    rank {', '.join(ranks)}: {value}")
+        lines += [f"  {line}" for line in by_rank(map(_shortened, values))]
     advice = _SAME
     if differing <= {OPTIMIZER, WEIGHTS}:
         advice = _OPTIMIZER if OPTIMIZER in differing else _WEIGHTS
     if differing <= _PROGRESS:
         advice = f"Not all ranks are equally far: {UNEVEN}. {_LOAD}"
     return "\n".join(["the ranks differ in what must be the same:", *lines, advice])
+
+
+def by_rank(values: Iterable[str]) -> list[str]:
+    """Return a line for each of the ranks' values, with the ranks that have it."""
+    found: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(str(rank))
+    return [f"  rank {', '.join(ranks)}: {value}" for value, ranks in found.items()]
 
 
 def _unequal_entries(lists: list[list[str]]) -> list[str]:

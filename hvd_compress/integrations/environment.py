@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.agreement import by_rank
 from hvd_compress.errors import MismatchError
 from hvd_compress.methods.texts import VARIABLE, from_environment
 from hvd_compress.wire.content import decode_end_to_end, encode_bytes
@@ -75,11 +76,7 @@ def compare(hvd: Any, process_set: Any, gather: Gather) -> None:
     everyones = decode_end_to_end(np.frombuffer(frames, np.uint8), VARIABLE)
     texts = [text.decode() for text in everyones]
     if len(set(texts)) > 1:
-        by_text = {text: [str(r) for r, x in enumerate(texts) if x == text] for text in texts}
-        lines = [
-            f"  rank {', '.join(ranks)}: {repr(text) if text else 'not set'}"
-            for text, ranks in by_text.items()
-        ]
+        lines = by_rank(repr(text) if text else "not set" for text in texts)
         raise MismatchError(
             "\n".join(
                 [

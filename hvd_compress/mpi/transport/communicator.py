@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from hvd_compress.agreement import by_rank
 from hvd_compress.errors import (
     CollectiveTimeout,
     CompressionError,
@@ -248,10 +249,7 @@ class Communicator:
             return
         (calls,) = comparison.wait()
         if len(set(calls)) > 1:
-            who: dict[str, list[int]] = {}
-            for rank, theirs in enumerate(calls):
-                who.setdefault(theirs, []).append(rank)
-            lines = [f"  rank {', '.join(map(str, r))}: {theirs}" for theirs, r in who.items()]
+            lines = by_rank(calls)
             raise MismatchError("the ranks make different calls:\n" + "\n".join(lines))
 
     @contextlib.contextmanager
