@@ -242,6 +242,11 @@ DGC: Cell = ("MNIST", "`dgc:density=0.001, warm-up`", 1)
 LINEAR: tuple[Cell, ...] = (("MNIST", "`linear`", 1), ("AdamW", "`linear`", 1))
 TOP_K: Cell = ("AdamW", "`topk:density=0.01`", 1)
 POWER_SGD: Cell = ("AdamW", "`powersgd:rank=4`", 1)
+HALF_A_BIT: Cell = (
+    "AdamW",
+    "`local_sgd:sync_every=2,start=120,unsent=stays,compression=onebit:column=512,via=allgather`",
+    1,
+)
 DENSE: Cell = ("AdamW", "`none`", 0)
 #: what pages repeat of docs/accuracy.md: how they say it, and what stands there
 REPEATED: list[tuple[str, str, tuple[Cell, ...]]] = [
@@ -250,6 +255,9 @@ REPEATED: list[tuple[str, str, tuple[Cell, ...]]] = [
     ("README.md", "| MNIST: {:.2f} points |", (TOP_K_SGD,)),
     ("README.md", "MNIST: {:.2f} points; text: perplexity", (DGC,)),
     ("README.md", "lost {:.0f} % of the loss and PowerSGD {:.0f} %", (TOP_K, POWER_SGD)),
+    ("README.md", "lost {:.1f} % of the loss at 51x", (HALF_A_BIT,)),
+    ("docs/methods.md", "after AdamW](training/local-sgd.md#adamw-in-half-a-bit), lost {:.1f} % of the loss",
+     (HALF_A_BIT,)),
     ("docs/methods.md", "MNIST: {:.2f} points; text with AdamW: {:.2f} % of the loss", LINEAR),
     ("docs/methods.md", "MNIST: {:.2f} points |", (TOP_K_SGD,)),
     ("docs/methods.md", "MNIST: {:.2f} points |", (POWER_SGD_2,)),
