@@ -1,4 +1,4 @@
-"""What programs share that run scenarios on the ranks of a process group, and their tests."""
+"""Parts of programs that run scenarios on the ranks of a process group, and of their tests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Kernels in Triton, compiled for GPUs as steps launch them; no GPU is needed, nor Triton's
 interpreter.  test_triton.py runs it.
 
-What steps launch is noted, and does nothing: the kernels, the types of their arguments, and the
-values of those that are constant.
+A launch is noted, and does nothing: the kernel, the types of its arguments, and the values of those
+that are constant.
 """
 
 from __future__ import annotations

@@ -46,16 +46,12 @@ class LEAD(DecentralizedMethod, name="lead"):
         Q = C(Z - H);  Zh = H + Q;  Zw = Hw + W Q;  H += alpha Q;  Hw += alpha W Q
         D += gamma / (2 eta) (Zh - Zw);  X = prox_{eta r}(Z - gamma / 2 (Zh - Zw))
 
-    State: ``dual`` = eta D, ``h`` = H and ``mixed_h`` = Hw, all 0 at first.  Hw = W H up to
-    rounding: float32 reaches a relative error of about 1e-4.  Without noise it converges linearly.
+    State: ``dual`` = eta D, ``h`` = H, ``mixed_h`` = Hw.  float32 reaches errors of about 1e-4.
 
     Args:
-        topology: undirected; see :class:`Diffusion`.
-        codec: C, unbiased; ``None`` for no compression.  The paper's quantiser of b bits is
-            ``uniform_dithering(2 ** (b - 1), 256, "max")``, and by default b = 2.
-        alpha: how fast H follows, in (0, 1].  With 1 bit, above 0.5 may diverge.
-        gamma: how far to mix, between 0 and 2.
-        prox: r, such as ``l1(0.05)``, for Prox-LEAD.
+        topology, prox: see :class:`Diffusion`; undirected.  With ``prox`` it is Prox-LEAD.
+        codec: C, unbiased, by default the paper's quantiser of b = 2 bits; ``None``: none.
+        alpha, gamma: how fast H follows, in (0, 1], with 1 bit at most 0.5; how far to mix, < 2.
         seed: of codecs that draw.
 
     Reference: Liu et al., ICLR 2021 (LEAD); Li, Liu, Tang, Yan, Yuan, 2021 (Prox-LEAD).
