@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
-from hvd_compress.systems import graphs, rounds
+from hvd_compress.systems import rounds
 from hvd_compress.systems.graphs import l1, simulate
 from tests.scenarios import applies
 from tests.scenarios.common import (
