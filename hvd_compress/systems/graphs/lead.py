@@ -49,10 +49,10 @@ class LEAD(DecentralizedMethod, name="lead"):
     State: ``dual`` = eta D, ``h`` = H, ``mixed_h`` = Hw.  float32 reaches errors of about 1e-4.
 
     Args:
-        topology, prox: see :class:`Diffusion`; undirected.  With ``prox`` it is Prox-LEAD.
+        topology: undirected; see :class:`Diffusion`.
         codec: C, unbiased, by default the paper's quantiser of b = 2 bits; ``None``: none.
         alpha, gamma: how fast H follows, in (0, 1], with 1 bit at most 0.5; how far to mix, < 2.
-        seed: of codecs that draw.
+        prox, seed: r, such as ``l1(0.05)``, for Prox-LEAD; the seed of codecs that draw.
 
     Reference: Liu et al., ICLR 2021 (LEAD); Li, Liu, Tang, Yan, Yuan, 2021 (Prox-LEAD).
 
