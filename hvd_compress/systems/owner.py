@@ -45,6 +45,14 @@ class Owner(abc.ABC):
             tested are no step; only their bytes are counted.
         state: the system's state.
         record: the bytes of exchanges.
+
+    >>> from hvd_compress.engines.local import LocalEngine
+    >>> class Mine(Owner):
+    ...     engine = LocalEngine()
+    ...     def terms(self):
+    ...         return {"option": "1"}
+    >>> Mine("mine").step
+    0
     """
 
     engine: Engine

@@ -50,6 +50,15 @@ class Topology(Configurable, abc.ABC, kind="graph"):
 
     Undirected graphs have Metropolis-Hastings weights, ``w_ij = 1 / (1 + max(deg_i, deg_j))`` for
     neighbours.  In directed ones a rank takes equally much of itself and of each sender.
+
+    >>> import dataclasses
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Ring(Topology):
+    ...     def links(self, size, step):
+    ...         i, j = np.indices((size, size))
+    ...         return (i - j) % size == 1
+    >>> Ring().weights(4)[0]
+    array([0.5, 0. , 0. , 0.5])
     """
 
     @abc.abstractmethod
@@ -228,7 +237,6 @@ class Graph(Topology, name="named"):
         shape: the name.
         rows: of a grid or torus, a divisor of the number of ranks; ``None`` for as square a
             rectangle as there is.
-
 
     >>> Graph("grid", rows=2).neighborhood(rank=0, size=6, step=1).targets
     (1, 3)
