@@ -137,6 +137,7 @@ INNER = {
     "torch.ddp",
     "torch.shards",
     "torch.triton.loops",
+    *("tensorflow.mpi.collectives", "tensorflow.mpi.training"),  # tensorflow.mpi
 }
 
 
