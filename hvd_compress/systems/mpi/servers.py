@@ -292,7 +292,7 @@ class ParameterServer(Serving):
         for name, x in parameters.items():
             if x.dtype not in (np.float32, np.float64):
                 raise UnsupportedError(f"{name!r} is {x.dtype}: float32 or float64 are needed")
-        super().__init__(ranks, parameters, (self.rules, seed), worker_timeout)
+        super().__init__(ranks, parameters, (self.rules, f"seed={seed}"), worker_timeout)
         self.rules.check_workers(self.size)
         self._link = Link(self._begin, self.rank, self.rules, seed)
         if self.is_server:
