@@ -355,11 +355,8 @@ def test_the_example_of_divergence():
     ("method", "rate", "norm"),
     [
         (chain(error_feedback(), via=TOP_1), 0.005, 4.93e-3),
-        (chain(error_feedback(), via=TOP_1), 0.01, 1.271e-5),
-        (chain(error_feedback(), via=TOP_1), 0.02, 6.35e-11),
         (chain(error_feedback(), via=TOP_1), 0.05, 2.7e-32),
         (EF21(density=1 / 3, start=1), 0.005, 4.82e-3),
-        (EF21(density=1 / 3, start=1), 0.01, 1.216e-5),
         (EF21(density=1 / 3, start=1), 0.02, 5.83e-11),
     ],
     ids=lambda value: value.transforms[0].name if getattr(value, "transforms", ()) else str(value),

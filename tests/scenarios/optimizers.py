@@ -180,10 +180,11 @@ def they_follow_the_formulas() -> None:
     )
     for name, method, options in rows if everything else (rows[0], rows[2], rows[-1]):
         own = {key: x for key, x in options.items() if key != "compressed"}
-        run = train(run_of(name, method, **own), range(25))
-        assert_close(run.weights(), _reference(name, 25, **options), 1e-8, 1e-10)
-        if name != "0/1 Adam":
+        run, has_local_steps = train(run_of(name, method, **own), range(25)), name == "0/1 Adam"
+        if not has_local_steps:
             _assert_ranks_agree(run, averages=method is None)
+        if has_local_steps or hvd.rank() == 0:  # who compares for all
+            assert_close(run.weights(), _reference(name, 25, **options), 1e-8, 1e-10)
 
 
 @applies(over=("horovod", "mpi"))
