@@ -97,7 +97,7 @@ def test_example(tmp_path, monkeypatch, name):
 def test_what_is_missing_is_said(module, hides, says):
     code = f"import sys\nfor name in ({hides},): sys.modules[name] = None\n"
     command = [jobs.python(), "-c", code + f"import hvd_compress.torch.{module}"]
-    status, output = jobs.run(command, timeout=60, check=False)
+    status, output = jobs.run(command, timeout=240, check=False)
     last = output.splitlines()[-1]
     assert status == 1
     assert says in last
