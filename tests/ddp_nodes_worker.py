@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, MismatchError
-from hvd_compress.methods import as_compressor
 from hvd_compress.torch import DGC, DDPState, ddp_hook
 from tests import ddp_worker, group_worker
 from tests.ddp_worker import _heads, _step_of, _train
@@ -30,34 +28,17 @@ from tests.group_worker import (
     loss_of,
     states_of,
 )
+from tests.in_nodes import NODES, OF_A_NODE, cut, gradients_of, lockstep, uneven_model
 from tests.scenarios import of_program
 
-STEPS, NODES, OF_A_NODE = 4, 2, 2
+STEPS = 4
 DGC_TEXT = "dgc:density=0.05,momentum=0.9,min_size=0"
 MESHES: dict[str, DeviceMesh] = {}
 
 
-class _Model(torch.nn.Module):
-    """Sizes that two ranks cannot divide evenly; of the last one the second rank has nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(40, 33)
-        self.head = torch.nn.Linear(33, 5)
-        self.scale = torch.nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return self.head(self.inner(x).tanh()) * self.scale
-
-
-def _model():
-    torch.manual_seed(0)
-    return _Model().to(DEVICE)
-
-
 def _compressed(method, model=None, nodes=NODES, is_early=False, **options):
     """Small buckets, which DDP divides in another way after the first step."""
-    ddp = DistributedDataParallel(model or _model(), bucket_cap_mb=0.002)
+    ddp = DistributedDataParallel(model or uneven_model(), bucket_cap_mb=0.002)
     state = DDPState(method, None if is_early else ddp, nodes=nodes, **options)
     ddp.register_comm_hook(state, ddp_hook)
     return ddp, state
@@ -65,41 +46,6 @@ def _compressed(method, model=None, nodes=NODES, is_early=False, **options):
 
 def _place():
     return dist.get_rank() % OF_A_NODE
-
-
-def _cut(x):
-    """An array as the ranks of a node divide it."""
-    return np.array_split(x if x.ndim > 1 and len(x) >= OF_A_NODE else x.reshape(-1), OF_A_NODE)
-
-
-def _lockstep(method, steps, momentum=0.0):
-    """The model after training in one process: means of the nodes' gradients, cut into shards, of
-    which each meets the other node's."""
-    model, worlds = _model(), [World(as_compressor(method), NODES) for _ in range(OF_A_NODE)]
-    for step in range(steps):
-        means = []
-        for node in range(NODES):
-            total: dict[str, torch.Tensor] = {}
-            for rank in range(OF_A_NODE * node, OF_A_NODE * (node + 1)):
-                model.zero_grad()
-                loss_of(model, rank, step).backward()
-                for name, p in model.named_parameters():
-                    total[name] = total[name] + p.grad if name in total else p.grad.clone()
-            means.append({name: _cut((x / OF_A_NODE).cpu().numpy()) for name, x in total.items()})
-        shards = []
-        for place, world in enumerate(worlds):
-            theirs = [
-                {name: parts[place] for name, parts in mean.items() if parts[place].size}
-                for mean in means
-            ]
-            outcomes = world.exchange_all(theirs, momentum=momentum)[0]
-            shards.append({name: outcome.direction for name, outcome in outcomes.items()})
-        for name, p in model.named_parameters():
-            parts = [np.ravel(own[name]) for own in shards if name in own]
-            direction = torch.from_numpy(np.concatenate(parts)).view(p.shape)
-            with torch.no_grad():
-                p.add_(direction.to(DEVICE), alpha=-0.05)
-    return model
 
 
 def trains_as_the_lockstep_world() -> None:
@@ -114,7 +60,7 @@ def trains_as_the_lockstep_world() -> None:
         model, _ = _compressed(method, momentum=momentum or None)
         _train(model, range(STEPS))
         assert_same_everywhere(model)
-        reference = _lockstep(method, STEPS, momentum)
+        reference = lockstep(method, STEPS, loss_of, momentum)
         if method.startswith(("topk", "randomk", "dgc")):
             assert_equal(model, reference)
         else:
@@ -129,11 +75,8 @@ def clipping_goes_by_the_gradient_of_the_node() -> None:
     ):
         _train(model, range(1))
     assert_same_everywhere(model)
-    alone, first = _model(), dist.get_rank() - _place()
-    (
-        sum(loss_of(alone, rank, 0) for rank in range(first, first + OF_A_NODE)) / OF_A_NODE
-    ).backward()
-    right = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+    means = gradients_of(uneven_model(), dist.get_rank() // OF_A_NODE, 0, loss_of)
+    right = torch.nn.utils.get_total_norm(means.values()).item()
     assert found == [pytest.approx(right, rel=1e-5)]
 
 
@@ -144,12 +87,12 @@ def a_rank_has_its_share_of_states_and_bytes() -> None:
     for each in (model, whole):
         _train(each, range(2))
     for name, p in model.module.named_parameters():
-        parts = _cut(np.empty(tuple(p.shape)))
+        parts = cut(np.empty(tuple(p.shape)))
         own = state.reducer.store.states.get(name, {"residual": torch.empty(0)})
         assert own["residual"].numel() == parts[_place()].size
         assert all_of_it.reducer.store.states[name]["residual"].numel() == p.numel()
     mine, theirs = (s.stats().layers["inner.weight"] for s in (state, all_of_it))
-    assert mine.elements == 2 * len(_cut(np.empty((33, 40)))[_place()]) * 40
+    assert mine.elements == 2 * len(cut(np.empty((33, 40)))[_place()]) * 40
     assert mine.elements_sent == pytest.approx(theirs.elements_sent / 2, rel=0.05)
     assert mine.bytes_sent == pytest.approx(theirs.bytes_sent / 2, rel=0.15)
     # Half of a message, from one other rank instead of three.
@@ -169,7 +112,7 @@ def nodes_are_found_and_given_in_many_ways() -> None:
             model, state = _compressed("topk:density=0.05", nodes=nodes, is_early=is_early)
             _train(model, range(STEPS))
         assert_equal(model, expected)
-        assert state._nodes.ranks == OF_A_NODE
+        assert state.reducer.node.ranks == OF_A_NODE
     whole, _ = _compressed("topk:density=0.05", nodes=None)
     _train(whole, range(STEPS))
     for nodes in (4, MESHES["4x1"]):  # of one rank each
@@ -181,7 +124,7 @@ def nodes_are_found_and_given_in_many_ways() -> None:
 
 def one_node_exchanges_nothing() -> None:
     """The method works all the same, as it does on one rank."""
-    plain = DistributedDataParallel(_model())
+    plain = DistributedDataParallel(uneven_model())
     _train(plain, range(STEPS))
     for nodes in (1, "auto"):  # on this machine
         model, _ = _compressed("none", nodes=nodes)
@@ -244,7 +187,7 @@ def one_rank_of_a_node_counts_for_all_of_it() -> None:
     assert (after["b.weight"]["residual"] != before["b.weight"]["residual"]).any()
     b = model.module.b.weight
     mask = torch.zeros_like(b)
-    mask[: -(-len(b) // OF_A_NODE)] = 1
+    cut(mask)[0].fill_(1)
     masked = b.register_hook(lambda gradient: gradient * mask)
     _step_of(model, "a" if _place() else "b", dist.get_rank(), 2)
     masked.remove()
@@ -260,10 +203,10 @@ def nan_in_one_shard_reaches_every_rank_and_not_its_state() -> None:
         name, weight = max(model.module.named_parameters(), key=lambda named: named[1].numel())
         factors = torch.ones_like(weight)
         if dist.get_rank() == 0:
-            torch.tensor_split(factors, OF_A_NODE)[place].fill_(math.nan)
+            cut(factors)[place].fill_(math.nan)
         weight.register_hook(lambda gradient, factors=factors: gradient * factors)
         loss_of(model, dist.get_rank(), 2).backward()
-        finite = [np.isfinite(part).all() for part in _cut(weight.grad.cpu().numpy())]
+        finite = [np.isfinite(part).all() for part in cut(weight.grad.cpu().numpy())]
         assert finite == [i != place for i in range(OF_A_NODE)]
         kept = torch.equal(states_of(state)[name]["residual"], before[name]["residual"])
         assert kept == (_place() == place)
@@ -328,7 +271,7 @@ def consolidated_states_are_means_over_nodes() -> None:
     # Of as many ranks a node, and fewer nodes.
     alone = [each for each in range(NODES) for _ in range(OF_A_NODE)][dist.get_rank()]
     groups = [dist.new_group([2 * node, 2 * node + 1]) for node in range(NODES)]
-    smaller = DistributedDataParallel(_model(), process_group=groups[alone])
+    smaller = DistributedDataParallel(uneven_model(), process_group=groups[alone])
     fewer = DDPState(DGC_TEXT, smaller, nodes=1)
     fewer.load_state_dict(saved)
     smaller.register_comm_hook(fewer, ddp_hook)

@@ -99,6 +99,9 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
                 raise
             raise type(error)(f"{error}\n{_LOST}") from error
 
+    def _has_come(self, handle: Any) -> bool:
+        return bool(self._hvd.poll(handle))
+
     def _check_is_running(self) -> None:
         """Raise ``HorovodInternalError`` if Horovod's thread has ended, as it does when a worker
         dies: it makes all process sets void."""

@@ -71,6 +71,8 @@ class NamedEngine(Comparing, Engine, abc.ABC):
     keeps_replies: ClassVar[bool] = False
 
     sums_in_rank_order: bool = False
+    #: ``poll`` begins the next round of all that has come in; else ``finish`` does
+    moves_early: bool = False
     #: in front of all names, and unique among what is in flight
     prefix: str = "hvd_compress"
 
@@ -122,6 +124,17 @@ class NamedEngine(Comparing, Engine, abc.ABC):
     def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
         """Submit the first round of an exchange."""
         self._in_flight[name] = self._submit(name, exchange)
+
+    def poll(self) -> None:
+        """See ``Engine.poll``; the library makes progress in its own threads."""
+        if self.moves_early:
+            for each in list(self._in_flight.values()):
+                if not each.is_over and self._has_come(each.handle):
+                    self._advance(each, self._wait(each.handle))
+
+    def _has_come(self, handle: Any) -> bool:
+        """Whether a collective can be waited for in the middle of backward."""
+        return False
 
     def finish(self) -> dict[str, Any]:
         """Wait for all exchanges, and return their results by name."""

@@ -61,6 +61,7 @@ class Buckets:
         same_order: all ranks start tensors in the same order, so rank 0 need not send its own.
         names: tensors in an order that is known beforehand, the first ones ready first.
         go_on: returns the exchange of a bucket that has the entries of the last step, or ``None``.
+        watches: the time of each bucket is counted.
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class Buckets:
         same_order: bool = False,
         names: Sequence[str] = (),
         go_on: Callable[[tuple[str, ...]], Exchange | None] = lambda names: None,
+        watches: bool = True,
     ) -> None:
         if nbytes < 1:
             raise ConfigError(f"bucket_bytes={nbytes}: at least 1")
         self._engine, self._enter, self.nbytes = engine, enter, nbytes
-        self._exchange, self._go_on = exchange, go_on
+        self._exchange, self._go_on, self._watches = exchange, go_on, watches
         self._groups = groups
         self._same_order = same_order
         self.plan: list[tuple[str, ...]] = []
@@ -189,7 +191,8 @@ class Buckets:
 
     def _launch(self, names: Sequence[str], exchange: Exchange) -> None:
         self._sent.update(names)
-        self._engine().start(label_of(names), watched(names, exchange))
+        exchange = watched(names, exchange) if self._watches else exchange
+        self._engine().start(label_of(names), exchange)
 
     def _look(self, name: str) -> BucketKey:
         return self._entries[name].look if name in self._entries else self._planned[name]

@@ -48,6 +48,7 @@ from hvd_compress.methods import as_compressor
 from hvd_compress.reduce.buckets import BUCKET_BYTES, Buckets, label_of
 from hvd_compress.reduce.choice import Choice
 from hvd_compress.reduce.homes import Homes
+from hvd_compress.reduce.nodes import Node, Sharing
 from hvd_compress.reduce.state_file import (
     averaged,
     check_array,
@@ -87,12 +88,12 @@ class Reducer:
         store: keeps states and knows the optimizer; its caller binds the method, too.
         momentum, nesterov: of the optimizer, for methods that take them over, without a ``store``.
         sums: results are sums instead of averages.
-        seed, groups, bucket_bytes: of shared random numbers; otherwise see :class:`.Buckets`.
-        same_order, names: see :class:`.Buckets`.
+        seed, groups, bucket_bytes, same_order, names: of random numbers; see :class:`.Buckets`.
         in_place: results may be written into the memory of the gradients.
         sparse: results may be :class:`hvd_compress.base.Sparse`, flat, each index once.
         scratch: memory for the loops of graphs that outlives this; see :class:`Context`.
         finds_unused: a tensor without a gradient on any rank keeps its state.
+        node: whose ranks share the exchange; the engine is then ``node.between``.
 
     >>> reducer = Reducer("topk:density=0.5", LocalEngine())
     >>> [reducer.reduce({"w": np.array([4.0, 3.0])})["w"].tolist() for step in range(2)]
@@ -123,6 +124,7 @@ class Reducer:
         sparse: bool = False,
         scratch: dict[str, Any] | None = None,
         finds_unused: bool = False,
+        node: Node | None = None,
     ) -> None:
         self.compression: Compressor = as_compressor(compression)
         self.in_place, self.sparse_results = in_place, sparse
@@ -140,16 +142,22 @@ class Reducer:
         self.learning_rate: float | None = None
         self._records: dict[str, Record] = {}
         self.clock = Clock()
-        self.buckets = Buckets(
+        order: dict[str, Any] = {"groups": groups, "same_order": same_order, "names": names}
+        self.intake = self.buckets = Buckets(
             lambda: self.engine,
             self._entries,
             self._exchange,
-            bucket_bytes,
-            groups=groups,
-            same_order=same_order,
-            names=names,
+            bucket_bytes if node is None else -(-bucket_bytes // node.ranks),
             go_on=self._go_on,
+            **order,
         )
+        self._whole: dict[str, Array] = {}  # gradients that are divided among the ranks of a node
+        self.node, self._sharing = node, None
+        if node is not None:
+            self._sharing = Sharing(
+                node, self._whole, self._take, in_place, nbytes=bucket_bytes, **order
+            )
+            self.intake = self._sharing.buckets
         self._now: Hashable = None  # what this step's places depend on but gradients
         self._plans: dict[tuple[str, ...], _InUse] = {}  # by the names of a bucket
         self._local, self._shared = LocalEngine(), engine
@@ -165,8 +173,9 @@ class Reducer:
         self.finds_unused, self._unused = finds_unused, set[str]()
         self._agrees = False  # the ranks have begun to compare terms in this step
         if engine.is_collective:
-            engine.agree(self._terms(), self.store.for_messages(_NOTHING))
-            engine.finish()
+            comparing = self._comparing
+            comparing.agree(self._terms(), self.store.for_messages(_NOTHING))
+            comparing.finish()
         if store is None:
             self.compression.bind(self)
 
@@ -181,6 +190,16 @@ class Reducer:
         if self._current is not None:  # to ask for the number of ranks takes long
             return self._current
         return self._shared if self._shared.size > 1 or self.keeps_engine else self._local
+
+    @property
+    def _comparing(self) -> Engine:
+        """The engine over which the ranks compare their terms."""
+        return self.engine if self.node is None else self.node.everyone
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank only."""
+        return self.node is None and self.engine.size == 1
 
     @property
     def records(self) -> dict[str, Record]:
@@ -217,7 +236,7 @@ class Reducer:
             self._start_together(gradients, unused)
 
     def _start_together(self, gradients: Mapping[str, Array], unused: Iterable[str]) -> None:
-        for others in (self._in_flight, self._deferred):
+        for others in (self._in_flight, self._deferred, self._whole):
             if twice := gradients.keys() & others.keys():
                 raise ConfigError(
                     f"{twice.pop()!r} was started already: call finish() once per step"
@@ -232,14 +251,24 @@ class Reducer:
         if unused := set(unused):
             self._unused |= unused
             self._undo.keep(unused)
-        if self.method.needs_gradient_norm:
+        if self._sharing is not None:
+            self._sharing.start(gradients)
+        elif self.method.needs_gradient_norm:
             self._deferred.update(gradients)
         else:
             self._launch(gradients)
 
+    def _take(self, parts: dict[str, Array]) -> None:
+        """Begin to exchange this rank's parts of averages over the node."""
+        with self.clock:
+            if self.method.needs_gradient_norm:
+                self._deferred.update(parts)
+            else:
+                self._launch(parts)
+
     def _begin_step(self) -> None:
         """Prepare a step, unless it has begun."""
-        if self._in_flight or self._deferred or self._agrees:
+        if self._in_flight or self._deferred or self._whole or self._agrees:
             return
         if self.choice is not None:
             self.choice.gradient_is_ready(self.clock)
@@ -274,6 +303,7 @@ class Reducer:
         states.  Ranks that have come later have no plan.
         """
         self.buckets.forget()
+        self.intake.forget()
         self._forget_plans()
         self._undo.forget()
         self._buckets = None
@@ -308,6 +338,10 @@ class Reducer:
         try:
             self._begin_step()
             self._begin_agreement(_NOTHING)  # other ranks may have started something
+            if self._sharing is not None:
+                self._comparing.finish()
+                whole = next(iter(self._whole.values()), _NOTHING)
+                self.intake.finish(self.store.for_messages(whole))
             if self._deferred or self.method.needs_gradient_norm:
                 deferred, self._deferred = self._deferred, {}
                 norm = self.store.norm(deferred)
@@ -338,16 +372,20 @@ class Reducer:
             self._buckets = self.buckets.plan
         if directions.keys() != expected.keys():
             raise CompressionError(f"lost on the way: {expected.keys() - directions.keys()}")
-        if self.finds_unused and expected:
-            for name in self._unused_everywhere(sorted(expected), like):
+        if self.finds_unused and (names := self._whole or expected):
+            for name in self._unused_everywhere(sorted(names), like):
                 self._undo.put_back([name])
-                directions[name] = backend_of(directions[name]).full_like(directions[name], 0.0)
+                if name in directions:  # not where other ranks of the node have all of it
+                    zeros = backend_of(directions[name]).full_like(directions[name], 0.0)
+                    directions[name] = zeros
+        if self._sharing is not None:
+            directions = self._sharing.spread(directions)
         return directions, expected
 
     def _unused_everywhere(self, names: Sequence[str], like: Array) -> list[str]:
         """Return the tensors that no rank has a gradient for.  This is a collective."""
         unused, self._unused = self._unused, set()
-        used, engine = np.array([name not in unused for name in names], np.int64), self.engine
+        used, engine = np.array([name not in unused for name in names], np.int64), self._comparing
         engine.start("used", _largest(used, self.store.for_messages(like)))
         return [name for name, any_ in zip(names, engine.finish()["used"], strict=True) if not any_]
 
@@ -408,6 +446,8 @@ class Reducer:
         self._forget_plans()
         self._unused = set()
         self._undo.forget()
+        if self._sharing is not None:
+            self._sharing.abandon()
         self.clock.awaited()
         if self.choice is not None:
             self.choice.step_is_abandoned()
@@ -445,7 +485,7 @@ class Reducer:
             terms = {**self._terms(), **self.store.numbers()}
             # Where a schedule says how much is sent, ranks that differ would wait for each other.
             at_once = bool(self._schedules)
-            self.engine.agree(terms, self.store.for_messages(like), at_once)
+            self._comparing.agree(terms, self.store.for_messages(like), at_once)
             self._agrees = True
 
     def _launch(self, gradients: Mapping[str, Array]) -> None:
@@ -546,7 +586,7 @@ class Reducer:
         choice = {}
         if self.choice is not None:
             choice = {"compression": repr(self.compression), "choice": self.choice.term()}
-        return self.store.terms(
+        terms = self.store.terms(
             {
                 "method": self._text,
                 **choice,
@@ -559,6 +599,9 @@ class Reducer:
                 **({"keeps undo": "True"} if self.keeps_undo else {}),
             }
         )
+        if self.node is not None:  # ranks of other places have other parts, in other buckets
+            terms = {**terms, "buckets": str(bool(self.intake.plan)), "tensors so far": ""}
+        return terms
 
     def stats(self) -> Stats:
         """Return the exact bytes so far and the norm of the residuals, by name and in total, and
@@ -588,13 +631,15 @@ class Reducer:
     @property
     def has_begun(self) -> bool:
         """Whether gradients were started since the last :meth:`finish`."""
-        return bool(self._in_flight or self._deferred)
+        return bool(self._in_flight or self._deferred or self._whole)
 
     def poll(self) -> None:
         """Let messages that are under way go on; never waits."""
         if self.choice is not None:
             self.choice.gradient_is_ready(self.clock)
         if self._current is not None:
+            if self.node is not None:
+                self.node.inside.poll()
             self._current.poll()
 
     def is_under_way(self) -> bool:

@@ -108,6 +108,7 @@ JOBS = [
     Job("horovod", (*FOLLOWS, "training.without_loss_it_is_the_plain_optimizer"), "alone", 1),
     Job("mpi", (*TORCH, *OPTIMIZERS_TORCH, "over_mpi", *OTHERS), "mpirun", 2),
     Job("mpi", (*FOLLOWS, "over_mpi"), "mpich", 3),
+    *(Job(over, ("nodes",), "mpirun", 4) for over in ("horovod", "mpi")),
     Job(
         "mpi", (*FOLLOWS, "systems_torch.every_graph_gives_the_bits_of_the_simulation"), "mpirun", 5
     ),

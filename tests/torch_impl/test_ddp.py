@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 import socket
 import subprocess
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hvd_compress.torch import DDPState, ddp_hook
-from hvd_compress.torch.ddp import nodes
-from hvd_compress.torch.ddp.nodes import BucketShard, Nodes
 from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
 from tests import ddp_nodes_worker, ddp_worker, jobs
 
@@ -78,53 +75,6 @@ def test_messages_are_where_a_library_reads_them(monkeypatch, backends):
     found = engine._reachable(x)
     assert found is x if "cpu" in backends else found.device == there
     assert engine.reads_device is ("nccl" in backends)
-
-
-class _AlikeNodes(Nodes):
-    """Nodes in which all ranks have the same gradients, seen by the one at ``place``."""
-
-    def __init__(self, place, ranks):
-        self.place, self.ranks = place, ranks
-
-    def mean(self, rows):
-        return rows[self.place].clone()
-
-
-def _kinds(device):
-    image = torch.randn(4, 3, 5, 2, device=device)
-    last = image.to(memory_format=torch.channels_last)
-    shapes = ((9, 4), (16, 3), (2, 50), (8,), (5,), (1, 1), (0, 3), (9, 0), ())
-    return [image, last, *(torch.randn(shape, device=device) for shape in shapes)]
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_the_ranks_of_a_node_have_all_of_a_bucket_once(ranks):
-    gradients = [_kinds("cpu")] * ranks
-    seen = [BucketShard(_AlikeNodes(i, ranks), gradients[i]) for i in range(ranks)]
-    for view, *parts in zip(gradients[0], *(each.parts for each in seen), strict=True):
-        by_rows = view.ndim > 1 and len(view) >= ranks
-        torch.testing.assert_close(torch.cat(parts), view if by_rows else view.reshape(-1))
-        sizes = [len(part) for part in parts]
-        assert max(sizes) - min(sizes) <= 1
-    for own in seen:
-        own._own.mul_(2)
-    expected = [2 * view for view in gradients[0]]
-    rows = torch.stack([own._own for own in seen])
-    with mock.patch.object(_AlikeNodes, "all_rows", return_value=rows):
-        seen[0].spread()
-    for view, right in zip(gradients[0], expected, strict=True):
-        torch.testing.assert_close(view, right, rtol=0, atol=0)
-
-
-def test_nothing_waits_for_a_device_on_the_way_through_a_node():
-    """On "meta" whatever asked for a number would raise."""
-    here = Nodes.__new__(Nodes)
-    here.inside, here.place, here.ranks = None, 1, 3
-    with mock.patch.object(nodes, "reduce_scatter"), mock.patch.object(nodes, "all_gather"):
-        for dtype in (torch.float32, torch.float16):
-            shard = BucketShard(here, [x.to(dtype) for x in _kinds("meta")])
-            shard.spread()
-    assert shard.parts[2].shape == (3, 4)
 
 
 LOSES_A_RANK = """

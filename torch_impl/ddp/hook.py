@@ -28,6 +28,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
 from hvd_compress.reduce import Reducer
+from hvd_compress.reduce.nodes import Node
 from hvd_compress.reduce.state_file import entry, refused
 from hvd_compress.stats import Stats
 
@@ -36,7 +37,7 @@ from ..controls import Controls
 from ..eager import run_eagerly
 from ..state.rank_states import gathered, of_all_shards, of_shard, own, own_shard, placed
 from .buckets import UsedParameters, check_bucket, cut, may_leave_out
-from .nodes import BucketShard, Nodes, ShardStore, check_nodes, nodes_of
+from .nodes import Nodes, ShardStore, check_nodes, nodes_of
 from .process_groups import ProcessGroupEngine, ReplicaEngine
 
 #: of a :class:`DDPState`, which trainers take among their own
@@ -47,15 +48,12 @@ class _HookBucket:
     """One of DDP's, and what it waits for.
 
     Attributes:
-        views: of its buffer, one for each parameter.
-        shard: on its way through the node, where ranks share the exchange.
-        results: where averages go, by name.
+        results: where averages go, by name: views of its buffer, one for each parameter.
     """
 
     def __init__(self, bucket: dist.GradBucket) -> None:
         self.buffer, self.parameters = bucket.buffer(), bucket.parameters()
         self.views = cut(bucket)
-        self.shard: BucketShard | None = None
         self.results: dict[str, torch.Tensor] = {}
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[self.buffer.device] if self.buffer.is_cuda else None
@@ -123,13 +121,7 @@ class DDPState(Controls):
     ) -> None:
         method: Compressor = as_compressor(compression)
         check_method(method, momentum, "DDPState({}, ...)")
-        check_nodes(nodes)
-        if nodes is not None and method.is_chosen_later:
-            raise ConfigError(
-                f"compression={method.name!r} measures one exchange of the whole gradient, and "
-                "with nodes=... the ranks of a node have one each: name the method, or leave nodes "
-                "out"
-            )
+        check_nodes(nodes, method)
         if momentum is not None:
             check_between("momentum", momentum, 0.0, 1.0)
         check_choice("nesterov", nesterov, (True, False))
@@ -187,10 +179,13 @@ class DDPState(Controls):
         if self._nodes is None:
             self.reducer = self._make(ProcessGroupEngine(self._group, device))
         else:
-            self.reducer = self._make(
+            node = Node(
+                ProcessGroupEngine(self._group, device),
+                ProcessGroupEngine(self._nodes.inside, device),
                 ReplicaEngine(self._nodes.between, device),
-                store=ShardStore(self._nodes.inside, device, *old.store.momentum("")),
             )
+            store = ShardStore(self._nodes.inside, device, *old.store.momentum(""))
+            self.reducer = self._make(node.between, store=store, node=node)
             old.method.bind(self.reducer)
         self.reducer.epoch = old.epoch
         if old.keeps_undo:
@@ -293,22 +288,13 @@ class DDPState(Controls):
         return sum(len(each.parameters) for each in self._buckets) == expected
 
     def _start_exchange(self, bucket: _HookBucket) -> None:
-        parts, parameters = bucket.views, bucket.parameters
-        names = [self._names[p] for p in parameters]
+        names = [self._names[p] for p in bucket.parameters]
+        bucket.results = dict(zip(names, bucket.views, strict=True))
         unused: Collection[str] = ()
         if self.reducer.finds_unused:
-            unused = self._used.unused(dict(zip(names, parts, strict=True)), parameters)
-            if self._nodes is not None:
-                unused = self._nodes.unused(names, unused, bucket.buffer.device)
-        if self._nodes is not None:
-            bucket.shard = BucketShard(self._nodes, bucket.views)
-            # The last ranks may have nothing of a small parameter, nor have their counterparts.
-            theirs = zip(names, bucket.shard.parts, strict=True)
-            bucket.results = {name: part for name, part in theirs if part.numel()}
-        else:
-            bucket.results = dict(zip(names, parts, strict=True))
-        if gradients := {name: part.contiguous() for name, part in bucket.results.items()}:
-            self.reducer.start_together(gradients, gradients.keys() & set(unused))
+            unused = self._used.unused(bucket.results, bucket.parameters)
+        gradients = {name: view.contiguous() for name, view in bucket.results.items()}
+        self.reducer.start_together(gradients, unused)
 
     def _watch(self, parameters: Iterable[torch.Tensor]) -> None:
         if self.reducer.finds_unused:
@@ -322,8 +308,6 @@ class DDPState(Controls):
             for name, result in bucket.results.items():
                 if (direction := directions[name]) is not result:
                     result.copy_(direction)
-            if bucket.shard is not None:
-                bucket.shard.spread()
             bucket.future.set_result(bucket.buffer)
 
 

@@ -17,6 +17,7 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
 from hvd_compress.reduce import Reducer
+from hvd_compress.reduce.nodes import Node
 from hvd_compress.stats import Stats
 
 from .. import backend
@@ -24,7 +25,7 @@ from ..amp import running_scale, scaled_passes
 from ..controls import Controls
 from ..parameters import gradient_dtype, is_wrapped
 from ..state.momentum import Momentum, check_sparse_step
-from ..state.store import ParameterStore
+from ..state.store import Gradient, ParameterStore
 
 logger = logging.getLogger("hvd_compress")
 
@@ -78,7 +79,7 @@ class Binding(Controls):
         method: the compression method.
         hvd: the module ``horovod.torch``, or another with its functions.
         sums: the user asked for ``op=Sum``.
-        engine: carries exchanges between the ranks.
+        engine, node: see :class:`Reducer`.
         seed: for randomness that the ranks share.
         sparse_step: gradients may become sparse tensors.
 
@@ -102,14 +103,15 @@ class Binding(Controls):
         *,
         sums: bool,
         engine: Engine,
+        node: Node | None,
         seed: int,
         sparse_step: bool,
     ) -> None:
         self.hvd = hvd
         engine = engine if optimizer.process_set.included() else LocalEngine()
-        is_first = engine.size == 1 or engine.rank == 0
-        momentum = Momentum(optimizer, method, tells=is_first)
-        self.store = ParameterStore(optimizer, method, momentum)
+        self._is_first = engine.rank == 0 and (node is None or node.place == 0)
+        momentum = Momentum(optimizer, method, tells=self._is_first)
+        self.store = ParameterStore(optimizer, method, momentum, node)
         #: the loss scale of the step whose gradients came last
         self.last_scale: float | None = None
         #: averages over the ranks of what differs, if they are those of the last step
@@ -132,6 +134,7 @@ class Binding(Controls):
             names=list(reversed(names.values())),
             in_place=True,  # a gradient of the user's has been given up, or is a copy
             sparse=sparse_step,
+            node=node,
         )
         method.bind(self)
 
@@ -210,7 +213,7 @@ class Binding(Controls):
 
     def report_at_exit(self) -> None:
         """Log one line of statistics, on rank 0, when the program ends or drops the optimizer."""
-        if self.engine.rank == 0:
+        if self._is_first:
             weakref.finalize(self.store.optimizer, self._report)
 
     def _report(self) -> None:
@@ -277,6 +280,8 @@ class Binding(Controls):
             )
             if not is_usual:
                 _check_gradient(name, gradient, p)
+                if self.reducer.node is not None:  # whose ranks divide dense ones
+                    gradient = gradient.to_dense()
             gradients[name] = gradient.detach() if gradient.requires_grad else gradient
             parameters[name] = p
         self.reducer.start_together(gradients)
@@ -299,6 +304,8 @@ class Binding(Controls):
         taken, multiplied = self.store.taken, self.store.multiplied
         self._true_units.clear()
         for name, direction in directions.items():
+            if name not in taken:  # the other ranks of the node have all of it
+                taken[name] = Gradient(self.store.parameters[name], False, self.store.known_scale)
             p, is_rows, scale = taken.pop(name)
             if scale is not None:
                 if self.store.scale is None:

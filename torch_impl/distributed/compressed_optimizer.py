@@ -191,7 +191,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 return  # they must not be averaged again
             if not self._has_warned_of_changes:
                 self._warn_of_changes()
-            alone = self.compression.reducer.engine.size == 1
+            alone = self.compression.reducer.is_alone
             for p in self._trained():
                 if id(p) not in self._watched:
                     self._take_charge([p])  # unfrozen after the optimizer was made
@@ -369,7 +369,7 @@ def _is_ready(reference: weakref.ref[CompressedOptimizer], place: int, _: Any) -
         if optimizer._groups is None:
             watched.is_started = True
             binding = optimizer.compression
-            buckets = binding.reducer.buckets
+            buckets = binding.reducer.intake
             binding.store.ready.append(watched)
             bucket = buckets.bucket_of.get(watched.name)
             if bucket is not None:

@@ -16,12 +16,14 @@ from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, is_ours, with_options
 from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import as_compressor
+from hvd_compress.reduce.nodes import Node
 
 from ..parameters import Groups, Parameter, check_groups, names_of_parameters
 from ..state.momentum import check_group, check_sparse_step
 from ..systems.optimizer import check_users, train_locally
 from .binding import Binding
 from .compressed_optimizer import CompressedOptimizer
+from .nodes import check_options, over_horovod
 
 
 def wrap_factory(
@@ -40,7 +42,7 @@ def wrap_factory(
         engine_of: of a process set, a mesh or a group of ``torch.distributed``, for training
             methods.
     """
-    signature = with_options(factory, seed=0, sparse_step=False, method=None)
+    signature = with_options(factory, seed=0, sparse_step=False, method=None, nodes=None)
 
     def gather(own: bytes, name: str, process_set: Any) -> bytes:
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
@@ -68,6 +70,7 @@ def wrap_factory(
             sparse_step: averages of top-k's elements are sparse gradients, so that
                 ``torch.optim.SGD`` writes no other elements of a parameter.
             method: a training method, such as ``hvd.DiLoCo(sync_every=100)``, instead.
+            nodes: "auto" or a number; ranks of a node then share one exchange with other nodes.
 
         Raises:
             MismatchError: ranks differ in method or options, mostly in the first step.
@@ -84,10 +87,12 @@ def wrap_factory(
         del call.arguments["method"]
         compression = call.arguments["compression"]
         if hasattr(compression, "compress") and not is_ours(compression):
-            if call.arguments["sparse_step"]:
-                raise ConfigError("sparse_step=True needs one of this package's methods: hvd.TopK")
+            if call.arguments["sparse_step"] or call.arguments["nodes"] is not None:
+                option = "sparse_step=True" if call.arguments["sparse_step"] else "nodes"
+                raise ConfigError(f"{option} needs one of this package's methods: hvd.TopK")
             return hand_on(factory, call.arguments)
-        return distribute(hvd, make_engine, **call.arguments)
+        in_nodes = functools.partial(over_horovod, hvd, make_engine)
+        return distribute(hvd, make_engine, in_nodes, **call.arguments)
 
     DistributedOptimizer.__signature__ = signature
     DistributedOptimizer.__wrapped_by_hvd_compress__ = True
@@ -97,6 +102,7 @@ def wrap_factory(
 def distribute(
     hvd: Any,
     make_engine: Callable[[Any, float], Engine],
+    in_nodes: Callable[[Any, float], Node | None],
     *,
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Parameter]] | None,
@@ -104,6 +110,7 @@ def distribute(
     num_groups: int,
     groups: Groups,
     sparse_step: bool,
+    nodes: Any,
     **shared: Any,
 ) -> CompressedOptimizer:
     """Return a distributed optimizer of a class made from that of ``optimizer``.
@@ -111,6 +118,7 @@ def distribute(
     Args:
         hvd: the module ``horovod.torch``, or another with its functions.
         make_engine: of the process set and the predivide factor.
+        in_nodes: of the nodes and the predivide factor.
         shared: those of :class:`HorovodOptions`.
 
     The rest are options of ``DistributedOptimizer``.
@@ -135,6 +143,7 @@ def distribute(
     check_choice("sparse_step", sparse_step, (True, False))
     if sparse_step:
         check_sparse_step(optimizer, method)
+    check_options(nodes, method, options, hvd, sparse_step)
     user_class = type(optimizer)
     cls = type(user_class.__name__, (CompressedOptimizer, user_class), {})
     distributed: CompressedOptimizer = cls(
@@ -142,12 +151,15 @@ def distribute(
         names=names_of_parameters(optimizer.param_groups, named_parameters),
         options=options,
     )
+    predivide = options.gradient_predivide_factor
+    node = None if nodes is None else in_nodes(nodes, predivide)
     binding = Binding(
         distributed,
         method,
         hvd,
         sums=options.op == hvd.Sum,
-        engine=make_engine(options.process_set, options.gradient_predivide_factor),
+        engine=make_engine(options.process_set, predivide) if node is None else node.between,
+        node=node,
         seed=options.seed,
         sparse_step=sparse_step,
     )

@@ -8,19 +8,23 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from mpi4py import MPI
 
 from hvd_compress.base import Compressor
 from hvd_compress.config import is_one_of
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.integrations.environment import chosen
+from hvd_compress.mpi.engine import MpiEngine
 from hvd_compress.mpi.objects import broadcast_bytes
 from hvd_compress.mpi.process_sets import ProcessSet, engine_over, global_process_set, rank
+from hvd_compress.reduce.nodes import Node
 from hvd_compress.systems import TrainingMethod
 from hvd_compress.systems.base import train_by_method
 from hvd_compress.systems.teachers.codistiller import systems_over
 
 from ..distributed.compressed_optimizer import CompressedOptimizer
 from ..distributed.distributed_optimizer import distribute
+from ..distributed.nodes import node_in
 from ..distributed.registration import watch_grad_scaler
 from ..state import checkpoint
 from ..systems.codistillation import TorchCodistiller
@@ -44,6 +48,7 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
     seed: int = 0,
     sparse_step: bool = False,
     method: TrainingMethod | type[TrainingMethod] | None = None,
+    nodes: int | str | None = None,
 ) -> CompressedOptimizer | LocalStepsOptimizer:
     """Return an optimizer whose ``step()`` steps along compressed averages over all ranks::
 
@@ -68,6 +73,7 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
         sparse_step: averages of top-k's elements are sparse gradients, so that ``torch.optim.SGD``
             writes no other elements of a parameter.
         method: a training method, such as ``hvd.DiLoCo(sync_every=100)``, instead.
+        nodes: "auto" or a number; ranks of a node then share one exchange with other nodes.
     """
     options = dict(locals())
     if process_set is global_process_set:
@@ -77,7 +83,25 @@ def DistributedOptimizer(  # noqa: N802, Horovod's name
         return train_by_method(functools.partial(train_locally, engine_over), signature, options)
     del options["method"]
     options["compression"] = chosen(compression, Compression.none, rank)
-    return distribute(collectives, engine_over, **options)
+    return distribute(collectives, engine_over, _in_nodes, **options)
+
+
+def _in_nodes(nodes: Any, predivide: float) -> Node | None:
+    """Return this rank's node; see :func:`node_in`."""
+    everyone = global_process_set.communicator
+    everyone.agree(f"DistributedOptimizer(..., nodes={nodes!r})", always=True)
+
+    def engine_of(groups: list[list[int]]) -> MpiEngine:
+        color = next(i for i, ranks in enumerate(groups) if everyone.rank in ranks)
+        split = everyone.mpi.Split(color, everyone.rank)
+        engine = MpiEngine(split, predivide=predivide)
+        split.Free()
+        return engine
+
+    here = everyone.mpi.Split_type(MPI.COMM_TYPE_SHARED)
+    hosts = everyone.mpi.allgather(here.allreduce(everyone.rank, MPI.MIN))
+    here.Free()
+    return node_in(nodes, hosts, engine_of)
 
 
 #: training methods and what belongs to them, by name

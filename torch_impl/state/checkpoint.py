@@ -61,7 +61,7 @@ def state_dict(self: Any) -> dict[str, Any]:
     """
     self.check_parameters()
     result, binding = local_state_dict(self), self.compression
-    is_shared = result[KEY]["consolidated"] or binding.engine.size == 1
+    is_shared = result[KEY]["consolidated"] or binding.reducer.is_alone
     if not is_shared and any(_per_rank(binding, p) for p in self.known_parameters):
         warnings.warn(
             unconsolidated("optimizer.consolidate_state_dict()"), UserWarning, stacklevel=2
@@ -75,11 +75,11 @@ def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
     binding = optimizer.compression
     means = {} if own else binding.consolidated or {}
     result = optimizer.users_state_dict()
-    parameters = optimizer.known_parameters
+    parameters, is_whole = optimizer.known_parameters, binding.reducer.node is None
     for index, p in enumerate(parameters):
         ours = binding.store.state_of(p) | means.get(p, {})
         entries = {PREFIX + key: x for key, x in ours.items()}
-        if binding.store.momentum_side.is_taken and "velocity" in ours:
+        if is_whole and binding.store.momentum_side.is_taken and "velocity" in ours:
             # For a plain SGD that takes over; load_state_dict() prefers the velocity.
             factor = binding.velocity_factor(p)
             if factor:
@@ -90,8 +90,15 @@ def local_state_dict(optimizer: Any, *, own: bool = False) -> dict[str, Any]:
     result[KEY] = {
         **header_of(binding.reducer, binding.consolidated is not None and not own),
         "sparse": [index for index, p in enumerate(parameters) if p in binding.store.sparse],
+        "node": _place_of(optimizer),
     }
     return result
+
+
+def _place_of(optimizer: Any) -> list[int]:
+    """Return this rank's place in its node, and the number of ranks that share a gradient there."""
+    node = optimizer.compression.reducer.node
+    return [0, 1] if node is None else [node.place, node.ranks]
 
 
 def _per_rank(binding: Any, p: torch.nn.Parameter) -> list[str]:
@@ -136,6 +143,13 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
     binding, parameters = self.compression, self.known_parameters
     saved, sparse = _checked_header(state_dict, len(parameters))
     plain, ours = _checked_entries(self, state_dict)
+    here, there = _place_of(self), state_dict.get(KEY, {}).get("node", [0, 1])
+    if here != there and any(own.values for own in ours.values()):
+        raise refused(
+            f"it has the shards of (place, ranks) {tuple(there)} in a node, and this rank is at "
+            f"{tuple(here)}: with nodes=... each rank of a node loads what a rank with its place "
+            "has saved"
+        )
     factor = 1.0 if exact or saved is None else saved.share(binding.engine)
     reducer = binding.reducer
     choice = None if reducer.choice is None else Choice.read(saved and saved.choice)
@@ -178,9 +192,9 @@ def _loaded_state(
         whole: the method of all parameters.
         factor: this rank's share of entries that differ between ranks.
     """
-    name, like = optimizer._parameter_names[p], p.detach()
-    method = whole.for_tensor(name, tuple(p.shape))
-    more = {"decay": like.view(-1)}
+    name, like = optimizer._parameter_names[p], optimizer.compression.store.own(p)
+    method = whole.for_tensor(name, tuple(like.shape))
+    more = {"decay": p.detach().view(-1)}
     if is_sparse:
         more |= {"velocity": backend.widen(like), **rows_state(method, like)}
     state, dropped = restored(
@@ -191,7 +205,7 @@ def _loaded_state(
         fresh=method.init(like),
         common=method.common(like),
         more=more,
-        per_rank=per_rank_of(method, p, is_sparse),
+        per_rank=per_rank_of(method, like, is_sparse),
         factor=factor,
         kinds=torch.Tensor,
         place=lambda x, template: (
@@ -327,11 +341,12 @@ def adopt_momentum_buffers(optimizer: Any) -> None:
     if not binding.store.momentum_side.is_taken:
         return
     for p in optimizer.known_parameters:
-        buffer = optimizer.state.get(p, {}).pop("momentum_buffer", None)
-        if buffer is not None and "velocity" not in binding.store.state_of(p):
-            state = binding.store.method_for(p).init(p.detach())
-            state["velocity"] = state["velocity"] + binding.velocity_factor(p) * buffer.reshape(-1)
-            binding.store.set_state(p, state)
+        buffer, store = optimizer.state.get(p, {}).pop("momentum_buffer", None), binding.store
+        if buffer is not None and "velocity" not in store.state_of(p):
+            part = store.own(p)
+            state, own = store.method_for(p, part).init(part), store.own(buffer).reshape(-1)
+            state["velocity"] = state["velocity"] + binding.velocity_factor(p) * own
+            store.set_state(p, state)
 
 
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
@@ -360,6 +375,12 @@ def broadcast(optimizer: Any, root_rank: int) -> None:
         hvd, local_state_dict(optimizer, own=True) if hvd.rank() == root_rank else None, root_rank
     )
     binding.store.sparse = {parameters[index] for index in payload[KEY]["sparse"]}
+    keys = (key for entries in payload["state"].values() for key in entries)
+    if binding.reducer.node is not None and any(str(key).startswith(PREFIX) for key in keys):
+        raise UnsupportedError(
+            f"with nodes=... rank {root_rank} has the states of its own shards, which others have "
+            "no use for: let each rank load what a rank with its place in a node has saved"
+        )
     method = binding.method
     if binding.reducer.choice is not None:  # a rank that has just come may use another method
         method = Choice.read(payload[KEY]["choice"]).method
@@ -460,6 +481,11 @@ def elastic_handler(base: type[Any]) -> type[Any]:
         """A commit keeps the rank's own residuals; a new set of workers starts from their mean."""
 
         def __init__(self, optimizer: Any) -> None:
+            if optimizer.compression.reducer.node is not None:
+                raise UnsupportedError(
+                    "hvd.elastic changes the workers, and nodes=... divides states among those of "
+                    "a node: leave one of the two out"
+                )
             super().__init__(optimizer)
             self.save()
 

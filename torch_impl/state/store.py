@@ -16,7 +16,9 @@ from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.methods.rows import Rows, as_rows, keeps_residual, rows_state
 from hvd_compress.methods.rows import exchange_rows as exchange
 from hvd_compress.reduce import Store
+from hvd_compress.reduce.nodes import Node, pieces_of
 from hvd_compress.reduce.store import Looks, check_state
+from hvd_compress.requests import Sum
 from hvd_compress.transforms import momentum_after_averaging
 
 from .. import backend
@@ -36,7 +38,7 @@ def _prefixed(key: str) -> str:
     return PREFIX + key
 
 
-def per_rank_of(method: Compressor, p: torch.nn.Parameter, is_sparse: bool) -> frozenset[str]:
+def per_rank_of(method: Compressor, p: torch.Tensor, is_sparse: bool) -> frozenset[str]:
     """Return the keys of a parameter's state under which ranks differ, by the method of this
     parameter; ``is_sparse``: its gradients are rows."""
     if is_sparse:
@@ -60,6 +62,7 @@ class ParameterStore(Store):
         optimizer: a :class:`CompressedOptimizer`.
         method: the compression method.
         momentum: the side of the optimizer that momentum and weight decay are on.
+        node: whose ranks share the parameters' states, each with those of its parts.
 
     Attributes:
         sparse: the parameters whose last gradient was rows.
@@ -72,11 +75,13 @@ class ParameterStore(Store):
     finish_call = "optimizer.step() or optimizer.synchronize()"
     keep_undo_call = "optimizer.compression.keep_undo()"
 
-    def __init__(self, optimizer: Any, method: Compressor, momentum: Momentum) -> None:
+    def __init__(
+        self, optimizer: Any, method: Compressor, momentum: Momentum, node: Node | None = None
+    ) -> None:
         # The optimizer ends when its owner drops it, and with it the exchanges of its gradients,
         # not when the collector comes, which on other ranks may be in another step.
         self._reference = weakref.ref(optimizer)
-        self.method, self.momentum_side = method, momentum
+        self.method, self.momentum_side, self.node = method, momentum, node
         self.sparse: set[torch.nn.Parameter] = set()
         self.scale: float | None = None
         self.parameters: dict[str, torch.nn.Parameter] = {}
@@ -157,13 +162,20 @@ class ParameterStore(Store):
         check_state(name, gradient, own, expected)
         return own
 
-    def method_for(self, p: torch.nn.Parameter) -> Compressor:
-        """Return the method of a parameter."""
-        return self.method.for_tensor(self.optimizer._parameter_names[p], tuple(p.shape))
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the part of a parameter, or of what is as large, that this rank has states of."""
+        whole, node = x.detach(), self.node
+        return whole if node is None else pieces_of(whole, node.ranks)[node.place]
+
+    def method_for(self, p: torch.nn.Parameter, x: torch.Tensor | None = None) -> Compressor:
+        """Return the method of a parameter, or of a part ``x`` of it."""
+        shape = tuple(p.shape if x is None else x.shape)
+        return self.method.for_tensor(self.optimizer._parameter_names[p], shape)
 
     def per_rank(self, p: torch.nn.Parameter) -> frozenset[str]:
         """Return the keys of a parameter's state under which ranks differ."""
-        return per_rank_of(self.method_for(p), p, p in self.sparse)
+        own = self.own(p)
+        return per_rank_of(self.method_for(p, own), own, p in self.sparse)
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -186,12 +198,14 @@ class ParameterStore(Store):
             group = self.momentum_side.group_of(p)
             sign = -1 if group["maximize"] else 1
             alpha = sign * group["weight_decay"] / (context.size if context.sums else 1)
-            gradient = gradient.add(p.detach(), alpha=alpha)
+            gradient = gradient.add(self.own(p), alpha=alpha)
         return gradient
 
     def _scale_in(self, name: str, p: torch.nn.Parameter, is_rows: bool) -> float | None:
         """Return the loss scale that a gradient is divided by before it is exchanged."""
-        if not is_rows:  # without a state the scale may stay, and keeps half precisions from 0
+        # Without a state the scale may stay, and keeps half precisions from 0.  But all parts of a
+        # gradient are in one unit.
+        if not is_rows and self.node is None:
             method = self.method.for_tensor(name, tuple(p.shape))
             if name not in self._stateful:
                 like = p.detach()
@@ -253,7 +267,11 @@ class ParameterStore(Store):
         parts = [g.coalesce().values() if g.is_sparse else g for g in gradients.values()]
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in parts]
         norms = [norm.to(norms[0].device) for norm in norms]
-        return torch.linalg.vector_norm(torch.stack(norms)).item() / self.known_scale
+        norm = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
+        if self.node is not None:
+            total = self.node.ask(Sum(torch.tensor([norm * norm], dtype=torch.float64)))
+            norm = total.sqrt().item()
+        return norm / self.known_scale
 
     def of_bucket(
         self, names: Sequence[str], gradients: Sequence[torch.Tensor]

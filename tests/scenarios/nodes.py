@@ -1,0 +1,369 @@
+"""Ranks of a node that share the exchange between nodes: four ranks, as two nodes of two."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from hvd_compress.errors import ConfigError, MismatchError, SetupError, UnsupportedError
+from hvd_compress.torch import DGC, TopK
+from tests.devices import DEVICE
+from tests.in_nodes import NODES, OF_A_NODE, cut, gradients_of, lockstep, uneven_model
+from tests.scenarios import applies, horovod_only
+from tests.scenarios.common import (
+    LR,
+    assert_close,
+    assert_same_everywhere,
+    dense_reference,
+    distribute,
+    loss_of,
+    sgd,
+    train,
+)
+from tests.scenarios.driver import hvd, raises
+
+STEPS = 4
+DGC_TEXT = "dgc:density=0.05,min_size=0"
+
+
+def _run(method: Any, momentum: float = 0.0, nodes: Any = NODES, **options: Any) -> Any:
+    """Small buckets, so that there are several."""
+    model = uneven_model()
+    optimizer = distribute(sgd(model, momentum=momentum), model, method, nodes=nodes, **options)
+    reducer = optimizer.compression.reducer
+    reducer.buckets.nbytes, reducer.intake.nbytes = 1000, 2000
+    return model, optimizer
+
+
+def _place() -> int:
+    return hvd.rank() % OF_A_NODE
+
+
+def _own(optimizer: Any, key: str = "residual") -> dict[str, torch.Tensor]:
+    names = optimizer._parameter_names
+    found = {names[p]: x for p, own in optimizer.state.items() for k, x in own.items() if key in k}
+    return {name: x.clone() for name, x in found.items()}
+
+
+def _same_bits(model: torch.nn.Module, other: torch.nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+@applies(least=4, most=4)
+def trains_as_the_lockstep_world_of_nodes() -> None:
+    for method, momentum in (
+        ("none", 0.0),
+        ("topk:density=0.05", 0.0),
+        ("randomk:density=0.1", 0.0),
+        ("onebit:column=16", 0.0),
+        (DGC_TEXT, 0.9),
+        ("powersgd:rank=2", 0.0),
+    ):
+        model, optimizer = _run(method, momentum)
+        train(model, optimizer, range(STEPS))
+        assert_same_everywhere(model)
+        reference = lockstep(method, STEPS, loss_of, momentum)
+        if method.startswith(("topk", "randomk", "dgc")):
+            _same_bits(model, reference)
+        else:
+            assert_close(model, reference)
+
+
+@applies(least=4, most=4)
+def a_rank_has_its_share_of_states_and_of_bytes_between_nodes() -> None:
+    (model, optimizer), (whole, all_of_it) = (
+        _run("topk:density=0.05", nodes=nodes) for nodes in (NODES, None)
+    )
+    train(model, optimizer, range(2))
+    train(whole, all_of_it, range(2))
+    parts, everything = _own(optimizer), _own(all_of_it)
+    for name, p in model.named_parameters():
+        own = cut(np.empty(tuple(p.shape)))[_place()]
+        assert parts.get(name, torch.empty(0)).numel() == own.size
+        assert everything[name].numel() == p.numel()
+    stats = (each.compression.stats().layers["inner.weight"] for each in (optimizer, all_of_it))
+    mine, theirs = stats
+    assert mine.elements == 2 * len(cut(np.empty((33, 40)))[_place()]) * 40
+    assert math.isclose(mine.elements_sent, theirs.elements_sent / 2, rel_tol=0.05)
+    assert math.isclose(mine.bytes_sent, theirs.bytes_sent / 2, rel_tol=0.15)
+    # Half of a message, from one other rank instead of three.
+    assert math.isclose(mine.bytes_received, theirs.bytes_received / 6, rel_tol=0.15)
+
+
+@applies(least=4, most=4)
+def exchanges_between_nodes_begin_during_backward() -> None:
+    model, optimizer = _run("topk:density=0.05")
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
+    loss_of(model, hvd.rank(), 2).backward()
+    engine, limit = optimizer.compression.engine, time.monotonic() + 60
+    while not engine._in_flight:
+        optimizer.compression.reducer.poll()
+        assert time.monotonic() < limit, "they wait for step()"
+    optimizer.step()
+    assert_same_everywhere(model)
+
+
+@applies(least=4, most=4)
+def one_node_exchanges_nothing_and_nodes_of_one_rank_are_plain() -> None:
+    plain = uneven_model()
+    dense_reference(plain, sgd(plain, momentum=0.0), range(STEPS))
+    for nodes in (1, "auto"):  # on this machine
+        model, optimizer = _run("none", nodes=nodes)
+        train(model, optimizer, range(STEPS))
+        assert_same_everywhere(model)
+        assert_close(model, plain)
+        model, optimizer = _run(DGC_TEXT, 0.9, nodes=nodes)
+        train(model, optimizer, range(STEPS))
+        assert_same_everywhere(model)
+        assert _own(optimizer, "velocity")["inner.weight"].any()
+        assert optimizer.compression.stats().total.bytes_received == 0
+    (model, optimizer), (other, whole) = (_run("topk:density=0.05", nodes=n) for n in (4, None))
+    train(model, optimizer, range(STEPS))
+    train(other, whole, range(STEPS))
+    assert optimizer.compression.reducer.node is None
+    _same_bits(model, other)
+
+
+@applies(least=4, most=4)
+def wrong_nodes_are_errors_on_every_rank() -> None:
+    for nodes in (0, -1, 2.5, "hosts", True, [[0, 1], [2, 3]]):
+        with raises(ConfigError, 'nodes="auto", which finds them'):
+            _run("topk", nodes=nodes)
+    with raises(ConfigError, "name the method, or leave nodes"):
+        _run("auto")
+    with raises(ConfigError, "4 ranks are no 3 nodes"):
+        _run("topk", nodes=3)
+    with raises(ConfigError, "op=hvd.Average"):
+        _run("topk", op=hvd.Sum)
+    with raises(ConfigError, "leave process_set out"):
+        _run("topk", process_set=hvd.ProcessSet([0, 1]))
+    with raises(ConfigError, "leave sparse_step out"):
+        _run("topk", sparse_step=True)
+    with raises(ConfigError, "needs whole parameters"):
+        own = hvd.OneBitAdam(uneven_model().parameters(), lr=0.1, freeze_step=2)
+        hvd.DistributedOptimizer(own, compression=own.compressor(), nodes=2)
+    with raises(MismatchError, "nodes"):
+        _run("topk", nodes=1 if hvd.rank() == 3 else 2)
+    # Ranks of one node meet different others, which would not see it.
+    with raises(MismatchError, "rank 0, 2: TopK\\(density=0\\.2"):
+        model, optimizer = _run(f"topk:density={0.1 if _place() else 0.2}")
+        train(model, optimizer, range(1))
+
+
+@applies(least=4, most=4)
+@horovod_only
+def process_sets_that_cannot_be_made_are_errors() -> None:
+    problem = ValueError("Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow adding process sets")
+    sets = "hvd_compress.torch.distributed.nodes._sets"
+    with (
+        mock.patch(sets, {}),
+        mock.patch("horovod.torch.add_process_set", side_effect=problem),
+        raises(SetupError, 'hvd.init\\(process_sets="dynamic"\\)'),
+    ):
+        _run("topk")
+    uneven = int(hvd.rank() > 0)
+    with (
+        mock.patch("horovod.torch.cross_rank", return_value=uneven),
+        raises(ConfigError, "nodes of 1 and 3 ranks"),
+    ):
+        _run("topk", nodes="auto")
+    node = hvd.rank() // OF_A_NODE
+    with mock.patch("horovod.torch.cross_rank", return_value=node):
+        model, optimizer = _run("topk:density=0.05", nodes="auto")
+    train(model, optimizer, range(STEPS))
+    _same_bits(model, lockstep("topk:density=0.05", STEPS, loss_of))
+
+
+@applies(least=4, most=4)
+def clipping_goes_by_the_gradient_of_the_node_and_by_the_average() -> None:
+    model, optimizer = _run(DGC(density=0.05, clip_norm=0.1), 0.9)
+    store = optimizer.compression.store
+    norm, found = store.norm, []
+    with mock.patch.object(store, "norm", lambda x: found.append(norm(x)) or found[-1]):
+        train(model, optimizer, range(1))
+    assert_same_everywhere(model)
+    means = gradients_of(uneven_model(), hvd.rank() // OF_A_NODE, 0, loss_of)
+    right = torch.nn.utils.get_total_norm(means.values()).item()
+    assert len(found) == 1
+    assert math.isclose(found[0], right, rel_tol=1e-5)
+    model, optimizer = _run("none")
+    loss_of(model, hvd.rank(), 0).backward()
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    moved = [p - q for p, q in zip(model.parameters(), uneven_model().parameters(), strict=True)]
+    total = torch.nn.utils.get_total_norm(moved).item()
+    assert math.isclose(total, 0.01 * LR, rel_tol=1e-3)
+
+
+@applies(least=4, most=4)
+def passes_add_up_and_momenta_and_decay_are_those_of_plain_sgd() -> None:
+    (model, optimizer), (twin, other) = (
+        _run("topk:density=0.05", backward_passes_per_step=n) for n in (2, 1)
+    )
+    for step in range(2):
+        for _ in range(2):
+            loss_of(model, hvd.rank(), step).backward()
+        (2 * loss_of(twin, hvd.rank(), step)).backward()
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+    assert_close(model, twin)
+    options = {"momentum": 0.9, "weight_decay": 0.05, "nesterov": True}
+    for method in (DGC(density=1.0, min_size=0), TopK(density=1.0)):
+        model, reference = uneven_model(), uneven_model()
+        optimizer = distribute(sgd(model, **options), model, method, nodes=NODES)
+        train(model, optimizer, range(STEPS))
+        dense_reference(reference, sgd(reference, **options), range(STEPS))
+        assert_same_everywhere(model)
+        assert_close(model, reference)
+
+
+@applies(least=4, most=4)
+def gradients_that_some_ranks_lack_count_as_zero() -> None:
+    model, optimizer = _run("topk:density=1.0")
+    reference = uneven_model()
+    x = torch.ones(1, 40, device=DEVICE)
+    if hvd.rank() == 1:
+        (2 * model(x).sum()).backward()
+    optimizer.step()
+    (0.5 * reference(x).sum()).backward()
+    sgd(reference, momentum=0.0).step()
+    assert_same_everywhere(model)
+    assert_close(model, reference)
+
+
+@applies(least=4, most=4)
+def nan_in_one_shard_reaches_every_rank_and_not_its_state() -> None:
+    for place in range(OF_A_NODE):
+        model, optimizer = _run("topk:density=0.05")
+        train(model, optimizer, range(2))
+        before, weight = _own(optimizer)["inner.weight"], model.inner.weight
+        factors = torch.ones_like(weight)
+        if hvd.rank() == 0:
+            cut(factors)[place].fill_(math.nan)
+        weight.register_hook(lambda gradient, factors=factors: gradient * factors)
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), 2).backward()
+        optimizer.synchronize()
+        finite = [np.isfinite(part).all() for part in cut(weight.grad.cpu().numpy())]
+        assert finite == [i != place for i in range(OF_A_NODE)]
+        assert torch.equal(_own(optimizer)["inner.weight"], before) == (_place() == place)
+
+
+@applies(least=4, most=4)
+def a_discarded_step_leaves_no_trace() -> None:
+    (model, optimizer), (twin, other) = (_run(DGC_TEXT, 0.9) for _ in range(2))
+    for each in (optimizer, other):
+        each.compression.keep_undo()
+    train(model, optimizer, range(2))
+    train(twin, other, range(2))
+    for is_finished in (False, True):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), 7).backward()
+        if is_finished:
+            optimizer.synchronize()
+        optimizer.compression.discard()
+    train(model, optimizer, range(2, 4))
+    train(twin, other, range(2, 4))
+    _same_bits(model, twin)
+
+
+@applies(least=4, most=4)
+def losses_may_be_scaled_and_gradients_have_16_bits() -> None:
+    (model, optimizer), (twin, other) = (_run(DGC_TEXT, 0.9) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, hvd.rank(), step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    train(twin, other, range(3))
+    _same_bits(model, twin)
+    value = 60000.0 if hvd.rank() < OF_A_NODE else -40000.0  # of two ranks no sum fits
+    large = torch.full((1, 8), value, dtype=torch.float16, device=DEVICE)
+    for method in ("none", "fp16"):
+        half = torch.nn.Linear(8, 1, bias=False).half().to(DEVICE)
+        sums = distribute(sgd(half), half, method, nodes=NODES)
+        half(large).sum().backward()
+        sums.synchronize()
+        assert half.weight.grad.tolist() == [[10000.0] * 8]
+
+
+@applies(least=4, most=4)
+def sparse_gradients_travel_dense() -> None:
+    rows = torch.nn.Embedding(10, 3, sparse=True)
+    with torch.no_grad():
+        rows.weight.fill_(1.0)
+    optimizer = distribute(sgd(rows, momentum=0.0), rows, "none", nodes=NODES)
+    rows(torch.tensor([hvd.rank(), 9])).sum().backward()
+    optimizer.step()
+    assert_same_everywhere(rows)
+    right = torch.ones(10, 3)
+    right[:4] -= LR / 4
+    right[9] -= LR
+    torch.testing.assert_close(rows.weight.detach(), right)
+
+
+@applies(least=4, most=4)
+def checkpoints_go_on_in_as_many_nodes() -> None:
+    """Ranks of the first node save, each its own, or all ranks do."""
+    for method, momentum in ((DGC_TEXT, 0.9), ("onebit", 0.0), ("powersgd", 0.0)):
+        model, optimizer = _run(method, momentum)
+        train(model, optimizer, range(3))
+        weights, states = copy.deepcopy(model.state_dict()), _own(optimizer)
+        with mock.patch("warnings.warn"):
+            own = copy.deepcopy(optimizer.state_dict())
+        optimizer.consolidate_state_dict()
+        saved = hvd.allgather_object(copy.deepcopy(optimizer.state_dict()))[_place()]
+        train(model, optimizer, range(3, 5))
+        again, later = _run(method, momentum)
+        again.load_state_dict(weights)
+        later.load_state_dict(own)
+        torch.testing.assert_close(_own(later), states, rtol=0, atol=0)
+        train(again, later, range(3, 5))
+        if method == DGC_TEXT:
+            _same_bits(again, model)
+        else:
+            assert_close(again, model)
+        again, later = _run(method, momentum)
+        again.load_state_dict(weights)
+        hvd.broadcast_optimizer_state(later, 0)  # before the first step there is nothing to send
+        later.load_state_dict(saved)
+        everyones = hvd.allgather_object(states)
+        for name, mean in _own(later).items():
+            right = sum(own[name] for own in everyones[_place() :: OF_A_NODE]) / NODES
+            torch.testing.assert_close(mean, right)
+        with raises(UnsupportedError, "let each rank load"):
+            hvd.broadcast_optimizer_state(later, 0)
+        train(again, later, range(3, 5))
+        assert_same_everywhere(again)
+
+
+@applies(least=4, most=4)
+def states_of_other_nodes_are_refused() -> None:
+    (model, optimizer), (whole, plain) = (_run("topk:density=0.05", nodes=n) for n in (2, None))
+    train(model, optimizer, range(2))
+    train(whole, plain, range(2))
+    with mock.patch("warnings.warn"):
+        own, theirs = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(plain.state_dict())
+    before = _own(optimizer)
+    with raises(ConfigError, rf"ranks\) \({_place()}, 2\).*this rank is at \(0, 1\)"):
+        plain.load_state_dict(own)
+    with raises(ConfigError, rf"ranks\) \(0, 1\).*this rank is at \({_place()}, 2\)"):
+        optimizer.load_state_dict(theirs)
+    everyones = hvd.allgather_object(own)
+    with raises(ConfigError, f"this rank is at \\({_place()}, 2\\)"):
+        optimizer.load_state_dict(everyones[hvd.rank() ^ 1])
+    torch.testing.assert_close(_own(optimizer), before, rtol=0, atol=0)
+    sgd_state = sgd(model).state_dict()
+    optimizer.load_state_dict(sgd_state)  # a plain optimizer's
