@@ -25,6 +25,8 @@ class Engine(abc.ABC):
     is_collective: bool = False
     #: every element's sum is made in the order of the ranks, wherever in a bucket it is
     sums_in_rank_order: bool = True
+    #: arrays of a GPU are sent from its memory, and arrive there
+    reads_device: bool = False
 
     @property
     @abc.abstractmethod
@@ -33,11 +35,6 @@ class Engine(abc.ABC):
     @property
     @abc.abstractmethod
     def size(self) -> int: ...
-
-    @property
-    def reads_device(self) -> bool:
-        """Whether arrays of a GPU are sent from its memory, and arrive there."""
-        return False
 
     @abc.abstractmethod
     def start(self, name: str, exchange: Generator[Any, Any, Any]) -> None:
