@@ -146,9 +146,8 @@ def load_state_dict(self: Any, state_dict: dict[str, Any], *, exact: bool = Fals
     here, there = _place_of(self), state_dict.get(KEY, {}).get("node", [0, 1])
     if here != there and any(own.values for own in ours.values()):
         raise refused(
-            f"it has the shards of (place, ranks) {tuple(there)} in a node, and this rank is at "
-            f"{tuple(here)}: with nodes=... each rank of a node loads what a rank with its place "
-            "has saved"
+            f"it has the shards of [place, ranks] {there!r} in a node, and this rank is at {here}: "
+            "with nodes=... each rank of a node loads what a rank with its place has saved"
         )
     factor = 1.0 if exact or saved is None else saved.share(binding.engine)
     reducer = binding.reducer
