@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import re
+import sys
 import statistics
 from pathlib import Path
 from typing import Any
@@ -333,7 +334,7 @@ def sent_for_resnet50(method):
     return total.bytes_sent, total.ratio
 
 
-def test_figures_of_the_readme_are_what_was_measured():
+def test_figures_of_the_readme_are_what_was_measured(tmp_path):
     rows = steps_report.cells(steps_report.read(ROOT / "benchmarks/steps.json"))
     own = rows["4x1gbit", "torch", "resnet50", 100.0]
     text = " ".join((ROOT / "README.md").read_text().split())
@@ -346,8 +347,11 @@ def test_figures_of_the_readme_are_what_was_measured():
     assert f"dense training has {accuracy['none']:.2f} %" in text
     assert "hook was not trained: it has the percentage of our `fp16`" in text
     said = "; ".join(steps_report.said_of_bars(own, accuracy))
-    picture = (ROOT / "docs/step-1gbit.png").read_bytes()
-    assert said.encode() in picture, "python benchmarks/steps.py --load --bars"
+    again = tmp_path / "bars.png"
+    command = ["benchmarks/steps.py", "--load", "benchmarks/steps.json", "--bars", str(again)]
+    jobs.run([sys.executable, *command, "--networks", "4x1gbit", "--backward", "100"], timeout=120)
+    for picture in (ROOT / "docs/step-1gbit.png", again):
+        assert said.encode() in picture.read_bytes(), command
 
 
 def test_figures_of_dgc_are_those_of_real_frames():
