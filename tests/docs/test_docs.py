@@ -8,8 +8,8 @@ import functools
 import itertools
 import json
 import re
-import sys
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
