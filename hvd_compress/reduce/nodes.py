@@ -58,6 +58,7 @@ def pieces_of(x: Array, ranks: int) -> list[Array]:
     An array with at least as many rows as there are ranks is divided by rows, so that a method
     finds a matrix.  Any other is divided by elements, and some ranks may have none.
 
+    >>> import numpy as np
     >>> [part.tolist() for part in pieces_of(np.arange(6).reshape(3, 2), 2)]
     [[[0, 1]], [[2, 3], [4, 5]]]
     >>> [part.tolist() for part in pieces_of(np.ones((1, 1)), 2)]

@@ -30,7 +30,9 @@ def test_a_table_and_what_to_write(capsys):
     assert {"onebit", "topk:density=0.01", "powersgd:rank=4"} <= more.keys()
     assert {"dgc:density=0.001,", "qsgd"} <= unknown.keys()
     loss = loss_of("topk:density=0.01", "adamw", 1000)
-    assert more["topk:density=0.01"].endswith(f"{loss}  bytes, 1,200 steps, 1 seed")
+    assert " ".join(more["topk:density=0.01"].split()).endswith(
+        f"{loss} bytes, 1,200 steps, 1 seed"
+    )
     assert unknown["qsgd"].split()[-2:] == ["-", "-"]
 
 

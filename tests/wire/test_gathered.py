@@ -177,6 +177,10 @@ def check(begin, from_rank_0=False):
             assert states() == before
 
 
+#: gradients inside a node go as they are, as dense sums do
+AS_NUMBERS = {"reduce/nodes.py"}
+
+
 def noting(cls, found, place):
     def made(*args, **kwargs):
         found.add(place)
@@ -225,7 +229,7 @@ def test_every_part_that_gathers_is_tried(monkeypatch):
         *(of_method(name, step, fused) for name, step in METHODS for fused in (False, True)),
     ):
         assert Run(begin()[0]).messages
-    assert gathering() <= found
+    assert gathering() - AS_NUMBERS <= found
 
 
 def test_bytes_of_all_ranks_that_lie_end_to_end():

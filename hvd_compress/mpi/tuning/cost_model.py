@@ -37,7 +37,7 @@ class CostModel:
             each rank, of 8 bytes each, in ``SPARSITY`` times as many elements.
 
     >>> points = {"direct": ((8, 1e-5), (800, 1e-4)), "ring": ((8, 4e-5), (800, 6e-5))}
-    >>> model = CostModel(size=4, points=points)
+    >>> model = CostModel(size=4, points={**points, "halving_doubling": ((8, 3e-5), (800, 9e-5))})
     >>> model.fastest(100), model.fastest(600)
     ('direct', 'ring')
     """
