@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import importlib
 import math
@@ -261,7 +262,7 @@ class PowerSGDPackage(Contender):
         return super().sample(gradients, backward)
 
 
-class Sharded:
+class Sharded(abc.ABC):
     """A perceptron that FSDP2 shards, with its optimizer, and the seconds of its steps.
 
     Args:
@@ -284,9 +285,9 @@ class Sharded:
         self.exchange: Any = self.shard()
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=self.momentum)
 
+    @abc.abstractmethod
     def shard(self) -> Any:
         """Call ``fully_shard`` for blocks and model, and return the exchange."""
-        raise NotImplementedError
 
     def step(self) -> float:
         """Take a step, and return the seconds of the slowest rank."""

@@ -28,7 +28,16 @@ from tests.group_worker import (
     loss_of,
     states_of,
 )
-from tests.in_nodes import NODES, OF_A_NODE, cut, gradients_of, lockstep, uneven_model
+from tests.in_nodes import (
+    FOLLOWING,
+    NODES,
+    OF_A_NODE,
+    SAME_BITS,
+    cut,
+    gradients_of,
+    lockstep,
+    uneven_model,
+)
 from tests.scenarios import of_program
 
 STEPS = 4
@@ -49,19 +58,12 @@ def _place():
 
 
 def trains_as_the_lockstep_world() -> None:
-    for method, momentum in (
-        ("none", 0.0),
-        ("topk:density=0.05", 0.0),
-        ("randomk:density=0.1", 0.0),
-        ("onebit:column=16", 0.0),
-        ("dgc:density=0.05,min_size=0", 0.9),
-        ("powersgd:rank=2", 0.0),
-    ):
+    for method, momentum in FOLLOWING:
         model, _ = _compressed(method, momentum=momentum or None)
         _train(model, range(STEPS))
         assert_same_everywhere(model)
         reference = lockstep(method, STEPS, loss_of, momentum)
-        if method.startswith(("topk", "randomk", "dgc")):
+        if method.startswith(SAME_BITS):
             assert_equal(model, reference)
         else:
             assert_close(model, reference)

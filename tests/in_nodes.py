@@ -14,6 +14,17 @@ from hvd_compress.methods import as_compressor
 from tests.devices import DEVICE
 
 NODES, OF_A_NODE = 2, 2
+#: methods and the momentum that they take over, which follow :func:`lockstep`
+FOLLOWING = (
+    ("none", 0.0),
+    ("topk:density=0.05", 0.0),
+    ("randomk:density=0.1", 0.0),
+    ("onebit:column=16", 0.0),
+    ("dgc:density=0.05,min_size=0", 0.9),
+    ("powersgd:rank=2", 0.0),
+)
+#: what these begin with, if they have the bits of it
+SAME_BITS = ("topk", "randomk", "dgc")
 Loss = Callable[[torch.nn.Module, int, int], torch.Tensor]
 
 
