@@ -106,6 +106,23 @@ def pytest_xdist_make_scheduler(config, log):
             file = nodeid.partition("::")[0]
             return file if file in OF_ONE_JOB else nodeid.partition("@")[0]
 
+        def _reschedule(self, node):
+            """A worker begins a test when it knows the next one, so one that replaces another needs
+            two that have not been run: given less, it waits for ever, and all others for it."""
+            super()._reschedule(node)
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
+
+        def remove_node(self, node):
+            """What a worker has died of is not tried again."""
+            units = self.assigned_work[node].values()
+            left = [(unit, test) for unit in units for test, done in unit.items() if not done]
+            if left:
+                unit, crashed = left[0]
+                unit[crashed] = True
+            super().remove_node(node)
+            return crashed if left else None
+
     return ByJob(config, log)
 
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,6 +103,8 @@ def python(framework: str = "torch") -> str:
 
 #: how variables begin by which workers know what all of them share
 _SHARED = "HVD_COMPRESS_TESTS_"
+#: the variable by which the processes of a job are known
+_JOB = "HVD_COMPRESS_TESTS_JOB"
 
 
 def share() -> None:
@@ -147,26 +150,37 @@ def run(
     Raises:
         JobError: it took longer than ``timeout`` seconds, or failed and ``check`` is true.
     """
+    mark = f"{os.getpid()}.{time.monotonic_ns()}"
     with subprocess.Popen(
         list(command),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=environment(**sleeping_waits(), **env),
+        env=environment(**sleeping_waits(), **env, **{_JOB: mark}),
         start_new_session=True,
     ) as process:
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            kill(process)
+            _end(process, mark)
             output, _ = process.communicate()
             raise JobError(f"no end after {timeout} s: {command}\n{_tail(output)}") from None
         finally:
-            kill(process)
+            _end(process, mark)
     if check and process.returncode:
         raise JobError(f"exit status {process.returncode}: {command}\n{_tail(output)}")
     return process.returncode, output
+
+
+def _end(process: subprocess.Popen[str], mark: str) -> None:
+    """Kill a command and all that has its mark: launchers start ranks in sessions of their own,
+    and output ends when the last of them does."""
+    kill(process)
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{_JOB}={mark}\0".encode() in (folder / "environ").read_bytes() + b"\0":
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def kill(process: subprocess.Popen[str]) -> None:

@@ -7,11 +7,13 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from hvd_compress.integrations.launch import finding_mpi
+from tests import jobs
 
 VARIABLES = ("OPAL_PREFIX", "OMPI_COMM_WORLD_SIZE", "MPI4PY_LIBMPI")
 LIBRARY = Path(sys.prefix, "lib", "libopen-rte.so.40")
@@ -76,9 +78,18 @@ def test_another_open_mpi_that_is_loaded_is_left_alone(tmp_path):
 import os, sys
 import hvd_compress.mpi  # loads that of {sys.prefix}
 from hvd_compress.integrations.launch import finding_mpi
+from tests import jobs
 sys.prefix = {str(tmp_path)!r}
 with finding_mpi():
     print(os.environ.get("OPAL_PREFIX"))
 """
     done = python(code)
     assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
+
+
+def test_what_a_job_started_elsewhere_ends_with_it():
+    """As torchrun starts ranks: in a session of their own, with the streams of the job."""
+    start = time.monotonic()
+    with pytest.raises(jobs.JobError, match="no end after 1 s"):
+        jobs.run(["sh", "-c", "setsid sleep 200 & wait"], timeout=1)
+    assert time.monotonic() - start < 100

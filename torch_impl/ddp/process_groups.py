@@ -41,7 +41,10 @@ class ProcessGroupEngine(TorchEngine):
 
     def __init__(self, group: Any, device: torch.device) -> None:
         super().__init__()
-        self.group, self._device = group, device
+        # Kept, since DDP's reducer may not be the last that has it: it would join Gloo's threads
+        # with the interpreter's lock, for which one waits that frees the tensor of a collective.
+        self.group: Any = dist.group.WORLD if group is None else group
+        self._device = device
         #: the comparison of the last step, and its reply on its way to the host
         self._compared: tuple[InFlight, backend.Arriving] | None = None
 
@@ -106,7 +109,7 @@ class ProcessGroupEngine(TorchEngine):
             return op, theirs, work
         if op.kind == "broadcast":
             result = op.tensor.contiguous().clone()
-            root = op.root if self.group is None else dist.get_global_rank(self.group, op.root)
+            root = dist.get_global_rank(self.group, op.root)
             work = dist.broadcast(result, root, group=self.group, async_op=True)
             return op, result, work
         tensor = op.tensor.reshape(-1)
