@@ -114,7 +114,7 @@ def pytest_xdist_make_scheduler(config, log):
                 super()._reschedule(node)
 
         def remove_node(self, node):
-            """What a worker has died of is not tried again."""
+            """The test that a worker has died in is not tried again."""
             units = self.assigned_work[node].values()
             left = [(unit, test) for unit in units for test, done in unit.items() if not done]
             if left:

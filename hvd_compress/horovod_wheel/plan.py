@@ -217,7 +217,7 @@ def check_toolkit_of(torch: dict[str, Any], home: str | None) -> None:
                 f"PyTorch {torch['version']} is built for CUDA {torch['cuda']} and looks for the "
                 f"toolkit in {home}, so that Horovod's build wants it there, but {home}/{needed} "
                 f"is missing: install the toolkit of CUDA {torch['cuda']}, set CUDA_HOME to its "
-                "folder, or take PyTorch's build for CPUs"
+                "folder, or install PyTorch's build for CPUs: https://pytorch.org/get-started/locally"
             )
 
 
