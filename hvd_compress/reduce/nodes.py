@@ -9,7 +9,7 @@ their results.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvd_compress.backends import backend_of
@@ -145,18 +145,18 @@ class Sharing:
 
     def _scatter(self, entries: Sequence[_Whole]) -> Generator[Any, Any, None]:
         """Average a bucket over the node, and hand on this rank's parts of it."""
-        gradients = {entry.name: entry.gradient for entry in entries}
-        first, ranks = entries[0].gradient, self._node.ranks
-        xp, dtype = backend_of(first), backend_of(first).dtype(first)
-        # Results go where gradients are, or into copies.
-        outs = []
-        for x in gradients.values():
-            is_out = self._in_place and xp.address(x) is not None
-            outs.append(x if is_out else xp.restore(xp.copy(xp.reshape(x, (-1,))), x))
-        cuts = [pieces_of(out, ranks) for out in outs]
-        rows = [[part for part in row if xp.size(part)] for row in zip(*cuts, strict=True)]
+        alike: dict[Hashable, dict[str, Array]] = {}
+        for entry in entries:  # which may be a group of the user's, of several dtypes
+            alike.setdefault(entry.look.kind, {})[entry.name] = entry.gradient
         # In the order in which buckets start, which is the same on all ranks.
-        self._divided.append(functools.partial(self._gather, gradients, outs, rows))
+        self._divided += [functools.partial(self._gather, group) for group in alike.values()]
+        for group in alike.values():
+            yield from self._averaged(group)
+
+    def _averaged(self, gradients: Mapping[str, Array]) -> Generator[Any, Any, None]:
+        first = next(iter(gradients.values()))
+        xp, dtype = backend_of(first), backend_of(first).dtype(first)
+        cuts, rows = self._cut(gradients.values())
         nothing = xp.zeros(0, first)
         arrived = yield Alltoall([xp.to_bytes(xp.end_to_end(row or [nothing])) for row in rows])
         mean = _mean(xp, [xp.from_bytes(raw, dtype, first) for raw in arrived])
@@ -167,14 +167,23 @@ class Sharing:
         found = {name: xp.reshape(x, xp.shape(part)) for (name, part), x in averages}
         self._take(found)
 
+    def _cut(self, arrays: Iterable[Array]) -> tuple[list[list[Array]], list[list[Array]]]:
+        """Return the parts of each array, and those of each rank that are not empty."""
+        cuts = [pieces_of(x, self._node.ranks) for x in arrays]
+        rows = zip(*cuts, strict=True)
+        return cuts, [[part for part in row if backend_of(part).size(part)] for row in rows]
+
     def _gather(
-        self,
-        gradients: Mapping[str, Array],
-        outs: Sequence[Array],
-        rows: Sequence[Sequence[Array]],
-        directions: Mapping[str, Array],
+        self, gradients: Mapping[str, Array], directions: Mapping[str, Array]
     ) -> Generator[Any, Any, dict[str, Array]]:
         """Give the ranks of the node each other's results of a bucket."""
+        # Results go where gradients are by now, or into copies.
+        outs = []
+        for x in gradients.values():
+            xp = backend_of(x)
+            is_out = self._in_place and xp.address(x) is not None
+            outs.append(x if is_out else xp.restore(xp.copy(xp.reshape(x, (-1,))), x))
+        _, rows = self._cut(outs)
         first = outs[0]
         xp, dtype = backend_of(first), backend_of(first).dtype(first)
         sizes = [sum(map(xp.size, row)) for row in rows]

@@ -77,6 +77,31 @@ def test_the_ranks_of_a_node_have_all_of_a_bucket_once(library, dtype, in_place,
             assert (x is own[name]) == (in_place and is_contiguous)
 
 
+def test_results_go_where_gradients_are_by_then():
+    """Users may give tensors other memory between backward and step."""
+    everyones = [_gradients(rank, "torch", "float32") for rank in range(2)]
+    seen = [_sharing(place, 2, own) for place, own in enumerate(everyones)]
+    run([scatter for _, scatter, _ in seen])
+    for x in everyones[1].values():
+        x.data = torch.full_like(x, 7)
+    first, second = run([sharing._divided[0](taken[0]) for sharing, _, taken in seen])
+    assert all(torch.equal(x, second[name]) for name, x in first.items())
+    assert all(second[name] is x for name, x in everyones[1].items() if x.is_contiguous())
+
+
+def test_a_bucket_may_have_several_dtypes():
+    kinds = (torch.float16, torch.float64)
+    everyones = [{str(kind): torch.arange(5).to(kind) + i for kind in kinds} for i in range(2)]
+    seen = [_sharing(place, 2, own) for place, own in enumerate(everyones)]
+    run([scatter for _, scatter, _ in seen])
+    for sharing, _, taken in seen:
+        assert [x.dtype for parts in taken for x in parts.values()] == [*kinds]
+        assert len(sharing._divided) == 2
+    for i in range(2):
+        for found in run([sharing._divided[i](taken[i]) for sharing, _, taken in seen]):
+            assert all(x.tolist() == [0.5, 1.5, 2.5, 3.5, 4.5] for x in found.values())
+
+
 def test_sums_of_16_bits_do_not_overflow():
     large = [{"w": torch.full((8,), 60000.0, dtype=torch.float16)} for _ in range(3)]
     seen = [_sharing(place, 3, own) for place, own in enumerate(large)]
