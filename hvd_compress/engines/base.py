@@ -68,6 +68,12 @@ class Engine(abc.ABC):
         """
         return
 
+    def compare(self) -> None:
+        """Wait for the comparison that :meth:`agree` has begun, before anything else.  Raise
+        ``MismatchError``, or leave it to :meth:`finish` if it may wait until nothing is in flight.
+        """
+        return
+
     def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Raise ``MismatchError`` if the ranks are known to describe this step's tensors in
         different words; engines that cannot wait for each other do nothing.

@@ -136,9 +136,12 @@ class NamedEngine(Comparing, Engine, abc.ABC):
         """Whether a collective can be waited for in the middle of backward."""
         return False
 
+    def compare(self) -> None:
+        self._bring_in_agreement(self._compares_at_once)
+
     def finish(self) -> dict[str, Any]:
         """Wait for all exchanges, and return their results by name."""
-        self._bring_in_agreement(self._compares_at_once)
+        self.compare()
         self._bring_in(list(self._in_flight.values()))
         done, self._in_flight = self._in_flight, {}
         self._raise_late()

@@ -219,7 +219,7 @@ class MpiEngine(Comparing, Engine):
 
     def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Compare the ranks, for as many steps as the communicator checks calls."""
-        self._bring_in_agreement()
+        self.compare()
         if not self.comm.checks:
             return
         try:
@@ -244,13 +244,13 @@ class MpiEngine(Comparing, Engine):
 
     def finish(self) -> dict[str, Any]:
         self._check()
-        self._bring_in_agreement()
+        self.compare()
         wait_for(self.comm, list(self._in_flight.values()))
         done, self._in_flight = self._in_flight, {}
         self._raise_late()
         return {name: each.results[0] for name, each in done.items()}
 
-    def _bring_in_agreement(self) -> None:
+    def compare(self) -> None:
         comparison, self._agreement = self._agreement, None
         if comparison is not None:
             wait_for(self.comm, [comparison])

@@ -339,7 +339,7 @@ class Reducer:
             self._begin_step()
             self._begin_agreement(_NOTHING)  # other ranks may have started something
             if self._sharing is not None:
-                self._comparing.finish()
+                self._comparing.compare()
                 whole = next(iter(self._whole.values()), _NOTHING)
                 self.intake.finish(self.store.for_messages(whole))
             if self._deferred or self.method.needs_gradient_norm:
@@ -349,6 +349,8 @@ class Reducer:
                 self._launch(deferred)
             like = next(iter(self._in_flight.values()), _NOTHING)
             parts = self.buckets.finish(self.store.for_messages(like))
+            if self._sharing is not None:
+                self._comparing.finish()
         except BaseException:
             self.abandon()
             raise

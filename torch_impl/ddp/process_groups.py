@@ -49,9 +49,11 @@ class ProcessGroupEngine(TorchEngine):
         self._compared: tuple[InFlight, backend.Arriving] | None = None
 
     def _bring_in_agreement(self, at_once: bool = False) -> None:
-        before, self._compared = self._compared, None
         now = self._agreement
-        if now is not None and not at_once and self._arrives_late(now.handle):
+        if now is None:
+            return
+        before, self._compared = self._compared, None
+        if not at_once and self._arrives_late(now.handle):
             self._agreement = None
             self._compared = now, backend.Arriving(self._wait(now.handle))
         if before is not None:
