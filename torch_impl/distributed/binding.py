@@ -262,6 +262,7 @@ class Binding(Controls):
                 raise ConfigError("sparse_step=True cannot scale losses: leave one of the two out")
             self.store.scale = scale
         gradients, parameters = {}, self.store.parameters
+        is_shared = self.reducer.node is not None
         for each in watched:
             p, name = each.parameter, each.name
             if p.grad is None:  # other ranks may have one
@@ -280,8 +281,10 @@ class Binding(Controls):
             )
             if not is_usual:
                 _check_gradient(name, gradient, p)
-                if self.reducer.node is not None:  # whose ranks divide dense ones
+                if is_shared:  # the ranks of a node divide dense ones
                     gradient = gradient.to_dense()
+            if is_shared:
+                gradient = self.store.unscaled(gradient, self.store.scale)
             gradients[name] = gradient.detach() if gradient.requires_grad else gradient
             parameters[name] = p
         self.reducer.start_together(gradients)

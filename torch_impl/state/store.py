@@ -186,9 +186,8 @@ class ParameterStore(Store):
         if is_rows or self.sparse:
             (self.sparse.add if is_rows else self.sparse.discard)(p)
         scale = self._scale_in(name, p, is_rows)
-        if scale not in (None, 1):
-            half = gradient.dtype in (torch.float16, torch.bfloat16)
-            gradient = (gradient.float() if half else gradient) / scale
+        if self.node is None:
+            gradient = self.unscaled(gradient, scale)
         self.taken[name] = self._last[name] = Gradient(p, is_rows, scale)
         if is_rows:
             return gradient
@@ -201,10 +200,17 @@ class ParameterStore(Store):
             gradient = gradient.add(self.own(p), alpha=alpha)
         return gradient
 
+    def unscaled(self, gradient: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Return a gradient divided by the loss scale."""
+        if scale in (None, 1):
+            return gradient
+        half = gradient.dtype in (torch.float16, torch.bfloat16)
+        return (gradient.float() if half else gradient) / scale
+
     def _scale_in(self, name: str, p: torch.nn.Parameter, is_rows: bool) -> float | None:
         """Return the loss scale that a gradient is divided by before it is exchanged."""
-        # Without a state the scale may stay, and keeps half precisions from 0.  But all parts of a
-        # gradient are in one unit.
+        # Without a state the scale may stay, and keeps half precisions from 0.  But the ranks of a
+        # node add up before, and one without a backward pass knows no scale.
         if not is_rows and self.node is None:
             method = self.method.for_tensor(name, tuple(p.shape))
             if name not in self._stateful:
@@ -270,7 +276,7 @@ class ParameterStore(Store):
         norm = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
         if self.node is not None:
             total = self.node.ask(Sum(torch.tensor([norm * norm], dtype=torch.float64)))
-            norm = total.sqrt().item()
+            return total.sqrt().item()
         return norm / self.known_scale
 
     def of_bucket(
