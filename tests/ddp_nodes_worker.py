@@ -140,6 +140,17 @@ def one_node_exchanges_nothing() -> None:
         assert state.stats().total.bytes_received == 0
 
 
+def states_share_the_groups_of_their_ranks() -> None:
+    """Each has threads, files and, over NCCL, memory of a GPU, until the job ends."""
+    found = []
+    for _ in range(2):
+        model, state = _compressed("topk:density=0.05")
+        _train(model, range(2))
+        assert_same_everywhere(model)
+        found.append(state._nodes)
+    assert found[0] == found[1]
+
+
 def wrong_nodes_are_errors_on_every_rank() -> None:
     for nodes in (0, -1, 2.5, "hosts", True, [[0, 1], [2, 3]]):
         with pytest.raises(ConfigError, match='nodes="auto", which finds them'):
@@ -162,6 +173,8 @@ def wrong_nodes_are_errors_on_every_rank() -> None:
     last = dist.get_rank() == 3
     with pytest.raises(MismatchError, match=r"(?s)nodes\n.*rank 0, 1, 2: 2\n.*rank 3: 1"):
         _compressed("topk", nodes=1 if last else 2)
+    with pytest.raises(MismatchError, match=r"(?s)nodes\n.*rank 0, 1, 2: 2\n.*rank 3: nothing"):
+        _train(_compressed("topk", nodes=None if last else 2)[0], range(1))
     # Ranks of one node meet different others, which would not see it.
     method = f"topk:density={0.1 if _place() else 0.2}"
     with pytest.raises(MismatchError, match=r"rank 0, 2: TopK\(density=0\.2"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import time
 from typing import Any
@@ -154,10 +155,34 @@ def wrong_nodes_are_errors_on_every_rank() -> None:
         hvd.DistributedOptimizer(own, compression=own.compressor(), nodes=2)
     with raises(MismatchError, "nodes"):
         _run("topk", nodes=1 if hvd.rank() == 3 else 2)
+    with raises(MismatchError, "nodes"):
+        model, optimizer = _run("topk", nodes=None if hvd.rank() == 3 else 2)
+        train(model, optimizer, range(1))
     # Ranks of one node meet different others, which would not see it.
     with raises(MismatchError, "rank 0, 2: TopK\\(density=0\\.2"):
         model, optimizer = _run(f"topk:density={0.1 if _place() else 0.2}")
         train(model, optimizer, range(1))
+
+
+@applies(least=4, most=4, over=["mpi"])
+def optimizers_that_were_dropped_have_no_communicators() -> None:
+    from hvd_compress.mpi.transport.handles import Handles
+
+    make, free, there = Handles.__init__, Handles.free, list[Handles]()
+
+    def made(self: Handles, mpi: Any, name: bytes = b"") -> None:
+        make(self, mpi, name)
+        there.extend([self] * bool(name))  # else it is the caller's
+
+    def freed(self: Handles) -> None:
+        free(self)
+        there.remove(self) if self in there else None
+
+    with mock.patch.multiple(Handles, __init__=made, free=freed):
+        for _ in range(5):
+            _run("topk")
+            gc.collect()
+    assert len(there) <= 6  # of the last one, and those that all are made of
 
 
 @applies(least=4, most=4)
@@ -263,6 +288,24 @@ def nan_in_one_shard_reaches_every_rank_and_not_its_state() -> None:
 
 
 @applies(least=4, most=4)
+def rates_that_differ_are_an_error_after_which_training_goes_on() -> None:
+    """Also if some ranks were faster than others when they learned of it."""
+    model, optimizer = _run("topk:density=0.05")
+    train(model, optimizer, range(2))
+    group, engine = optimizer.param_groups[0], optimizer.compression.engine
+    group["lr"] += hvd.rank() == 0
+    optimizer.zero_grad()
+    loss_of(model, hvd.rank(), 2).backward()
+    while hvd.rank() == 0 and not engine._in_flight:
+        optimizer.compression.reducer.poll()
+    with raises(MismatchError, "lr="):
+        optimizer.step()
+    group["lr"] = LR
+    train(model, optimizer, range(3, 5))
+    assert_same_everywhere(model)
+
+
+@applies(least=4, most=4)
 def a_discarded_step_leaves_no_trace() -> None:
     (model, optimizer), (twin, other) = (_run(DGC_TEXT, 0.9) for _ in range(2))
     for each in (optimizer, other):
@@ -299,6 +342,29 @@ def losses_may_be_scaled_and_gradients_have_16_bits() -> None:
         half(large).sum().backward()
         sums.synchronize()
         assert half.weight.grad.tolist() == [[10000.0] * 8]
+
+
+@applies(least=4, most=4)
+def a_rank_without_gradients_knows_no_loss_scale() -> None:
+    for is_explicit in (True, False):
+        (model, optimizer), (twin, other) = (_run(DGC_TEXT, 0.9) for _ in range(2))
+        for each in ((model, optimizer), (twin, other)):
+            train(*each, range(1))
+            each[1].zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(1, 5):
+            scaled = scaler.scale(loss_of(model, hvd.rank(), step))
+            if hvd.rank() != 1 or step == 2:
+                scaled.backward()
+                loss_of(twin, hvd.rank(), step).backward()
+            if is_explicit:
+                optimizer.synchronize()
+            scaler.step(optimizer)
+            scaler.update()
+            other.step()
+            for each in (optimizer, other):
+                each.zero_grad()
+        _same_bits(model, twin)
 
 
 @applies(least=4, most=4)

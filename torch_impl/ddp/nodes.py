@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,8 +18,12 @@ from hvd_compress.reduce import nodes as reduce_nodes
 from hvd_compress.reduce.nodes import table_of
 from hvd_compress.reduce.store import MemoryStore
 
-from ..replicas import agree, is_mesh
+from ..replicas import is_mesh
 from .lost_ranks import naming_lost_ranks
+from .process_groups import ProcessGroupEngine
+
+#: groups by their ranks, of the group that they were made of: several states share them
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 class ShardStore(MemoryStore):
@@ -94,7 +99,10 @@ def nodes_of(nodes: Any, group: Any, device: torch.device, terms: Terms) -> Node
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     text = str(nodes.mesh.tolist()) if is_mesh(nodes) else repr(nodes)
-    agree({**terms, "nodes": text}, group)
+    # Ranks without nodes compare themselves in their first step, which this would wait for.
+    engine = ProcessGroupEngine(group, device)
+    engine.agree({**terms, "nodes": text}, torch.empty(0))
+    engine.finish()
     if is_mesh(nodes):
         if nodes.ndim != 2 or sorted(nodes.mesh.flatten().tolist()) != sorted(ranks):
             raise ConfigError(
@@ -123,11 +131,13 @@ def nodes_of(nodes: Any, group: Any, device: torch.device, terms: Terms) -> Node
         return None
     here = next(node for node in table if dist.get_rank() in node)
     place = here.index(dist.get_rank())
-    library = (group or dist.group.WORLD)._get_backend(device)
+    everyone = group or dist.group.WORLD
+    library = everyone._get_backend(device)
     timeout = getattr(getattr(library, "options", None), "_timeout", None)  # PyTorch may not say it
     options: dict[str, Any] = {"timeout": timeout, "backend": dist.get_backend(group)}
-    inside, between = (
-        dist.new_group(each, use_local_synchronization=True, **options)
-        for each in (here, [node[place] for node in table])
-    )
-    return Nodes(inside, between)
+    made = _made.setdefault(everyone, {})
+    parts = tuple(here), tuple(node[place] for node in table)
+    for each in parts:
+        if each not in made:
+            made[each] = dist.new_group(each, use_local_synchronization=True, **options)
+    return Nodes(*map(made.__getitem__, parts))

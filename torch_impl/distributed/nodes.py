@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from hvd_compress.base import Compressor
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.errors import ConfigError, MismatchError, SetupError
+from hvd_compress.errors import ConfigError, SetupError
 from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.reduce.nodes import Node, check_nodes, table_of
 
@@ -69,33 +68,30 @@ def over_horovod(
         MismatchError: the ranks have given different ``nodes``.
         SetupError: Horovod was started without dynamic process sets.
     """
-    own = torch.tensor([[0 if nodes == "auto" else nodes, hvd.cross_rank()]])
-    rows = hvd.allgather(own, name="hvd_compress.nodes").tolist()
-    if len({given for given, _ in rows}) > 1:
-        given = ", ".join(str(each or "auto") for each, _ in rows)
-        raise MismatchError(f"the ranks have given different nodes, in their order: {given}")
+    # Ranks without nodes compare themselves in their first step, which this would wait for.
+    everyone = make_engine(hvd.global_process_set, predivide)
+    everyone.agree({"nodes": str(nodes)}, torch.empty(0))
+    everyone.finish()
+    hosts = hvd.allgather(torch.tensor([hvd.cross_rank()]), name="hvd_compress.hosts").tolist()
 
     def engine_of(groups: list[list[int]]) -> Engine:
         sets = [_set_of(hvd, ranks, nodes) for ranks in groups]
         return make_engine(next(each for each in sets if each.included()), predivide)
 
-    return node_in(nodes, [host for _, host in rows], engine_of)
+    return node_in(nodes, hosts, engine_of)
 
 
 def _set_of(hvd: Any, ranks: list[int], nodes: Any) -> Any:
     if len(ranks) == hvd.size():
         return hvd.global_process_set
-    known = _sets.get(tuple(ranks))
-    with contextlib.suppress(ValueError):  # from a set that was forgotten in hvd.shutdown()
-        if known is not None and known.size() == len(ranks):
-            return known
+    own = _sets.setdefault(tuple(ranks), hvd.ProcessSet(ranks))
     try:
-        made = hvd.add_process_set(ranks)
+        return hvd.add_process_set(own)  # also if hvd.shutdown() has removed it since
     except ValueError as error:
+        if own.process_set_id is not None and "duplicate" in str(error):
+            return own
         raise SetupError(
             f"nodes={nodes!r} makes process sets, such as {ranks}, which Horovod refuses: {error} "
             'Call hvd.init(process_sets="dynamic"), or set HOROVOD_DYNAMIC_PROCESS_SETS=1, and '
             "make none of these ranks yourself"
         ) from None
-    _sets[tuple(ranks)] = made
-    return made

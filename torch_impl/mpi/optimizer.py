@@ -17,6 +17,7 @@ from hvd_compress.integrations.environment import chosen
 from hvd_compress.mpi.engine import MpiEngine
 from hvd_compress.mpi.objects import broadcast_bytes
 from hvd_compress.mpi.process_sets import ProcessSet, engine_over, global_process_set, rank
+from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.reduce.nodes import Node
 from hvd_compress.systems import TrainingMethod
 from hvd_compress.systems.base import train_by_method
@@ -92,16 +93,18 @@ def _in_nodes(nodes: Any, predivide: float) -> Node | None:
     everyone.agree(f"DistributedOptimizer(..., nodes={nodes!r})", always=True)
 
     def engine_of(groups: list[list[int]]) -> MpiEngine:
-        color = next(i for i, ranks in enumerate(groups) if everyone.rank in ranks)
-        split = everyone.mpi.Split(color, everyone.rank)
-        engine = MpiEngine(split, predivide=predivide)
-        split.Free()
-        return engine
+        return MpiEngine(_split(everyone, tuple(map(tuple, groups))), predivide=predivide)
 
     here = everyone.mpi.Split_type(MPI.COMM_TYPE_SHARED)
     hosts = everyone.mpi.allgather(here.allreduce(everyone.rank, MPI.MIN))
     here.Free()
     return node_in(nodes, hosts, engine_of)
+
+
+@functools.cache  # what is made of a communicator is freed when more is made of the same
+def _split(everyone: Communicator, groups: tuple[tuple[int, ...], ...]) -> MPI.Comm:
+    color = next(i for i, ranks in enumerate(groups) if everyone.rank in ranks)
+    return everyone.mpi.Split(color, everyone.rank)
 
 
 #: training methods and what belongs to them, by name
