@@ -109,16 +109,20 @@ class World:
         the outcomes; ``context`` has fields of ``base.Context``."""
         if len(gradients) != self.size:
             raise CompressionError(f"{len(gradients)} gradients for {self.size} ranks")
-        for name, gradient in gradients[0].items():
+        for name in gradients[0]:
             if name not in self.states:
-                shape = backend_of(gradient).shape(gradient)
-                method = self.compressor.for_tensor(name, shape)
-                self.states[name] = [method.init(own[name]) for own in gradients]
+                self.begin(name, [own[name] for own in gradients])
         outcomes = run([self._joined(rank, own, context) for rank, own in enumerate(gradients)])
         for name in gradients[0]:
             self.states[name] = [outcome[name].state for outcome in outcomes]
             self.steps[name] = self.steps.get(name, 0) + 1
         return outcomes
+
+    def begin(self, name: str, gradients: Sequence[Array]) -> None:
+        """Give a tensor the states that it begins with."""
+        shape = backend_of(gradients[0]).shape(gradients[0])
+        method = self.compressor.for_tensor(name, shape)
+        self.states[name] = [method.init(gradient) for gradient in gradients]
 
     def _joined(self, rank: int, gradients: Mapping[str, Array], context: dict[str, Any]) -> Any:
         entries: list[Entry] = []

@@ -156,6 +156,8 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     #: all of the state is this rank's own, and makes sense only as a whole: another rank cannot go
     #: on with it, and it begins anew when other parameters are trained
     state_is_own: ClassVar[bool] = False
+    #: the options that say what a saved state means
+    of_state: ClassVar[tuple[str, ...]] = ()
     #: the context needs ``rates``, which must be equal on all ranks
     needs_rates: ClassVar[bool] = False
     #: the method of :class:`Start`

@@ -28,6 +28,7 @@ from hvd_compress.systems.base import (
     StepContext,
     TrainingMethod,
     Unsent,
+    all_finite,
     as_training_method,
     residuals,
 )
@@ -236,6 +237,8 @@ class Coordinator(Owner):
         if isinstance(request, Finish):
             # Nothing, if it would have begun before a restart, or has not with other options.
             found, self._arrived = self._arrived, {}
+            if not all_finite(found):  # nor is there a use for what was left of it
+                self._sent.forget(found)
             return found
         if isinstance(request, Unsent):
             return residuals(request.arrays, self._sent.states)
@@ -328,9 +331,15 @@ class Coordinator(Owner):
         """
         shapes = self._shapes if parameters is None else _shapes_of(parameters)
         saved = self._read(state_dict, functools.partial(_check, shapes or {}))
-        name = entry(entry(state_dict, "training", Mapping), "training", str)
-        if name != self.method.name:
+        there, here = entry(state_dict, "training", Mapping), self.method.to_config()
+        if (name := entry(there, "training", str)) != self.method.name:
             raise refused(f"it is of {name}, and the training method here is {self.method.name}")
+        for option in self.method.of_state:
+            if there.get(option, here[option]) != here[option]:
+                raise refused(
+                    f"it has {option}={there[option]!r}, and here is {here[option]!r}: make the "
+                    f"{type(self.method).__name__} as it was"
+                )
         if self.method.state_is_own and saved.state and not saved.is_own:
             engine, saver = self.engine, saved.header
             raise refused(

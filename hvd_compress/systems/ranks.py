@@ -24,6 +24,7 @@ from hvd_compress.systems.base import (
     StepContext,
     TrainingMethod,
     Unsent,
+    all_finite,
     residuals,
 )
 
@@ -150,6 +151,9 @@ class Ranks:
             self._started = [{name: o.direction for name, o in own.items()} for own in outcomes]
             return [None] * self.size
         if isinstance(first, Finish):
+            if not all_finite(self._started[0]):
+                for name in self._started[0]:
+                    self._averages.begin(name, [own[name] for own in self._started])
             return self._started
         if isinstance(first, Mean):
             self._record.bytes_sent += sum(int(x.nbytes) for x in first.arrays.values())

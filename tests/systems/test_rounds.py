@@ -11,7 +11,7 @@ from hvd_compress import RandomK, TopK
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError, NeedsTuning
 from hvd_compress.systems import Coordinator, Ranks
-from hvd_compress.systems.rounds import DiLoCo, LocalSGD, OuterSGD
+from hvd_compress.systems.rounds import EASGD, DiLoCo, LocalSGD, OuterSGD, SparseLoCo
 from hvd_compress.systems.rounds.rounds import cuts
 from tests.systems.quadratics import Quadratics
 
@@ -146,6 +146,45 @@ def test_a_round_with_nan_is_lost_on_all_ranks(method):
     for key, x in before.items():
         assert (ranks.world.states[0][key]["x"] == x).all()
     assert np.isfinite(ranks.run(4)).all()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        LocalSGD(1, compression="topk:density=0.5"),
+        LocalSGD(1, compression="topk:density=0.5", unsent="stays"),
+        DiLoCo(PLAIN, sync_every=1, compression="topk:density=0.5"),
+        SparseLoCo(sync_every=1, density=0.5),
+        EASGD(sync_every=2, compression="topk:density=0.5"),
+    ],
+    ids=repr,
+)
+def test_nothing_of_a_lost_round_waits(method):
+    """A parameter that has grown beyond bounds, beside one that is NaN."""
+    ranks, alone = Ranks(method, 2), Coordinator(method, LocalEngine())
+    x = [{name: np.zeros((1, 4)) for name in "ab"} for _ in range(3)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(8):
+            x = [*ranks.before_step(x[:2]), alone.before_step(x[2])]
+            x = [{name: own[name] + np.arange(1, 5) for name in own} for own in x]
+            if step == 2:
+                x[1:] = [{"a": own["a"] * np.nan, "b": own["b"] + 1e20} for own in x[1:]]
+            x = [*ranks.after_step(x[:2]), alone.after_step(x[2])]
+    assert ["lost" in str(each.message) for each in caught] == [True] * 3
+    assert all(0 < own[name].max() < 100 for own in x for name in own)
+
+
+def test_a_checkpoint_says_where_the_rest_is():
+    """If it stays in the weights, to send what waits as well would count it twice."""
+    owners = [
+        Coordinator(LocalSGD(2, compression="topk", unsent=unsent), LocalEngine())
+        for unsent in ("waits", "stays")
+    ]
+    for owner, other in (owners, owners[::-1]):
+        with pytest.raises(ConfigError, match=r"it has unsent=.*make the LocalSGD as it was"):
+            owner.load_state_dict(other.state_dict())
+        owner.load_state_dict(owner.state_dict())
 
 
 @pytest.mark.parametrize(("delay", "mix"), [(0, 0.0), (1, 0.0), (0, 0.5)])

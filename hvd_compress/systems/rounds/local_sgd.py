@@ -55,6 +55,8 @@ class LocalSGD(Rounds, name="local_sgd"):
     )
     unsent: str = "waits"
 
+    of_state = ("unsent",)  # which is in the weights, too, if it stays
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("start", self.start, 0)

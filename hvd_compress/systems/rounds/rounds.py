@@ -42,7 +42,8 @@ class Rounds(TrainingMethod):
     the same step of ``outer`` from x0 along their average.
 
     If the average is NaN or Inf, because a rank's parameters are, the round is lost: all ranks go
-    back to x0.  NaN and Inf in other fragments go back, too, since they would lead there again.
+    back to x0.  They forget what was not sent before.  NaN and Inf in other fragments go back, too,
+    since they would lead there again.
     """
 
     #: the number of local steps between two exchanges of the same parameter
