@@ -4,6 +4,7 @@ steps, and a hook holds nothing that holds the hook."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import threading
 import warnings
@@ -232,6 +233,23 @@ def test_gradients_whose_elements_share_memory(method):
                 p.grad = made(torch.full((1,), 0.5).expand(p.shape))
             optimizer.step()
         found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_checkpoint_of_parameters_in_another_memory_format(method):
+    found = []
+    for is_loaded in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        optimizer = distributed(model, method, weight_decay=0.1)
+        for step in range(4):
+            if is_loaded and step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.zero_grad()
+            model(torch.ones(1, 3, 5, 5)).square().sum().backward()
+            optimizer.step()
+        found.append(model.weight.detach())
     assert torch.equal(*found)
 
 

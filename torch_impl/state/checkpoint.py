@@ -193,7 +193,7 @@ def _loaded_state(
     """
     name, like = optimizer._parameter_names[p], optimizer.compression.store.own(p)
     method = whole.for_tensor(name, tuple(like.shape))
-    more = {"decay": p.detach().view(-1)}
+    more = {"decay": p.detach().reshape(-1)}
     if is_sparse:
         more |= {"velocity": backend.widen(like), **rows_state(method, like)}
     state, dropped = restored(
