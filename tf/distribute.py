@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvd_compress.base import Compressor
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.integrations.horovod import hand_on, in_place_of, with_options
+from hvd_compress.integrations.horovod import hand_on, in_place_of, refuse_nodes, with_options
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import FP16, NoCompression
@@ -97,6 +97,7 @@ def wrap_optimizer(
             MismatchError: ranks differ in method, options or variables; mostly in the first step,
                 where TensorFlow shows it inside of an error of its own.
         """
+        refuse_nodes(kwargs)
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("method") is not None:
             from hvd_compress.systems.base import train_by_method

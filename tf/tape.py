@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations import horovod as drop_in
-from hvd_compress.integrations.horovod import hand_on, in_place_of, with_options
+from hvd_compress.integrations.horovod import hand_on, in_place_of, refuse_nodes, with_options
 from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import BF16, FP16, NoCompression
@@ -187,6 +187,7 @@ def wrap_tape(
             local_layers: layers of Keras whose gradients stay on their rank, for
                 ``PartialDistributedGradientTape``.
         """
+        refuse_nodes(kwargs)
         options = runtime.arguments(signature, args, kwargs)
         if not is_ours(runtime, options["compression"]):
             return _with_keras_variables(hand_on(factory, options))

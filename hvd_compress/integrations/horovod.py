@@ -108,6 +108,14 @@ def hand_on(factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     return factory(**{name: options[name] for name in known})
 
 
+def refuse_nodes(options: Mapping[str, Any]) -> None:
+    """Raise ``UnsupportedError`` if ``nodes`` is given, an option of PyTorch alone."""
+    if "nodes" in options:
+        raise UnsupportedError(
+            f"nodes={options['nodes']!r}: only in PyTorch ranks share an exchange; leave nodes out"
+        )
+
+
 def checked_join(join: Callable[..., Any], users: Collection[Any], advice: str) -> Any:
     """Return Horovod's ``join``, which raises as long as ``users`` of compression exist."""
 
