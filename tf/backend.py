@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,6 +18,22 @@ Array: TypeAlias = tf.Tensor
 
 traces = True
 batches = True
+
+# TensorFlow's own, under the protocol's names.
+copy = tf.identity
+abs = tf.abs
+maximum = tf.maximum
+divided = operator.truediv
+sqrt = tf.sqrt
+clip = tf.clip_by_value
+where = tf.where
+reshape = tf.reshape
+matmul = tf.matmul
+transpose = tf.linalg.matrix_transpose
+stack = tf.stack
+unstack = tf.unstack
+take = tf.gather
+cast = tf.cast
 
 _HALF = (tf.float16, tf.bfloat16)
 
@@ -47,10 +64,6 @@ def full_like(x: Array, value: float) -> Array:
     return tf.fill(tf.shape(x), tf.constant(value, x.dtype))
 
 
-def copy(x: Array) -> Array:
-    return tf.identity(x)
-
-
 def size(x: Array) -> Any:
     """Return a number where the shape is known, else a symbol."""
     known = x.shape.num_elements()
@@ -59,14 +72,6 @@ def size(x: Array) -> Any:
 
 def shape(x: Array) -> tuple[int, ...]:
     return tuple(x.shape)
-
-
-def abs(x: Array) -> Array:
-    return tf.abs(x)
-
-
-def maximum(x: Array, y: Array) -> Array:
-    return tf.maximum(x, y)
 
 
 def norm(x: Array) -> Array:
@@ -79,10 +84,6 @@ def sum(x: Array) -> Array:
 
 def scale(x: Array, factor: Any) -> Array:
     return x * _number(factor, x.dtype)
-
-
-def divided(x: Array, divisor: Any) -> Array:
-    return x / divisor
 
 
 def affine(x: Array, factor: Any, shift: Any = 0.0) -> Array:
@@ -107,10 +108,6 @@ def lerp_square(x: Array, y: Array, weight: float) -> Array:
     return x + scale(tf.square(y) - x, weight)
 
 
-def sqrt(x: Array) -> Array:
-    return tf.sqrt(x)
-
-
 def scalar(value: float, like: Array) -> Array:
     return tf.constant(value, tf.float64)
 
@@ -125,32 +122,12 @@ def max(x: Array) -> Array:
     return tf.cast(tf.reduce_max(x), tf.float64)
 
 
-def clip(x: Array, low: Any, high: Any) -> Array:
-    return tf.clip_by_value(x, low, high)
-
-
-def where(condition: Array, x: Any, y: Any) -> Array:
-    return tf.where(condition, x, y)
-
-
 def put_where(x: Array, condition: Array, value: float) -> Array:
     return tf.where(condition, tf.constant(value, x.dtype), x)
 
 
 def all_finite(x: Array) -> Array:
     return tf.reduce_all(tf.math.is_finite(x))
-
-
-def reshape(x: Array, shape: tuple[int, ...]) -> Array:
-    return tf.reshape(x, shape)
-
-
-def matmul(x: Array, y: Array) -> Array:
-    return tf.matmul(x, y)
-
-
-def transpose(x: Array) -> Array:
-    return tf.linalg.matrix_transpose(x)
 
 
 def orthonormal_columns(x: Array) -> Array:
@@ -172,18 +149,6 @@ def split(x: Array, sizes: Sequence[int]) -> list[Array]:
     return tf.split(x, list(sizes))
 
 
-def stack(arrays: Sequence[Array]) -> Array:
-    return tf.stack(arrays)
-
-
-def unstack(x: Array) -> list[Array]:
-    return tf.unstack(x)
-
-
-def take(x: Array, indices: Array) -> Array:
-    return tf.gather(x, indices)
-
-
 def put(x: Array, indices: Array, values: Array | float) -> Array:
     if isinstance(values, float):
         values = tf.fill(tf.shape(indices), tf.constant(values, x.dtype))
@@ -192,10 +157,6 @@ def put(x: Array, indices: Array, values: Array | float) -> Array:
 
 def add_at(x: Array, indices: Array, values: Array) -> Array:
     return tf.tensor_scatter_nd_add(x, indices[:, None], values)
-
-
-def cast(x: Array, dtype: str) -> Array:
-    return tf.cast(x, dtype)
 
 
 def round_to(x: Array, wire: str | None, saturate: bool = False) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,22 @@ logger = logging.getLogger("hvd_compress")
 
 traces = False
 batches = True
+
+# PyTorch's own, under the protocol's names.
+full_like = torch.full_like
+copy = torch.clone
+size = torch.Tensor.numel
+abs = torch.abs
+maximum = torch.maximum
+sqrt = torch.sqrt
+max = torch.amax
+clip = torch.clamp
+where = torch.where
+put_where = torch.Tensor.masked_fill_
+reshape = torch.reshape
+matmul = torch.matmul
+concat = torch.cat
+take = operator.getitem
 
 _HALF = (torch.float16, torch.bfloat16)
 GRADIENTS = (*_HALF, torch.float32, torch.float64)
@@ -58,28 +75,8 @@ def zeros(n: int, like: Array) -> Array:
     return torch.zeros(n, dtype=like.dtype, device=like.device)
 
 
-def full_like(x: Array, value: float) -> Array:
-    return torch.full_like(x, value)
-
-
-def copy(x: Array) -> Array:
-    return x.clone()
-
-
-def size(x: Array) -> int:
-    return x.numel()
-
-
 def shape(x: Array) -> tuple[int, ...]:
     return tuple(x.shape)
-
-
-def abs(x: Array) -> Array:
-    return x.abs()
-
-
-def maximum(x: Array, y: Array) -> Array:
-    return torch.maximum(x, y)
 
 
 def norm(x: Array) -> float:
@@ -121,10 +118,6 @@ def lerp_square(x: Array, y: Array, weight: float) -> Array:
     return x.mul_(1 - weight).addcmul_(y, y, value=weight)
 
 
-def sqrt(x: Array) -> Array:
-    return x.sqrt()
-
-
 def scalar(value: float, like: Array) -> Array:
     return torch.full((), value, dtype=_accumulates_in(like), device=like.device)
 
@@ -140,22 +133,6 @@ def vector_norm(arrays: Sequence[Array]) -> Array:
 
 def _accumulates_in(x: Array) -> torch.dtype:
     return torch.float32 if x.dtype in _HALF else x.dtype
-
-
-def max(x: Array) -> Array:
-    return x.amax()
-
-
-def clip(x: Array, low: Any, high: Any) -> Array:
-    return x.clamp(low, high)
-
-
-def where(condition: Array, x: Any, y: Any) -> Array:
-    return torch.where(condition, x, y)
-
-
-def put_where(x: Array, condition: Array, value: float) -> Array:
-    return x.masked_fill_(condition, value)
 
 
 def all_finite(x: Array) -> bool:
@@ -175,14 +152,6 @@ def nonzero(mask: Array) -> Array:
     return torch.nonzero(mask).view(-1)
 
 
-def reshape(x: Array, shape: tuple[int, ...]) -> Array:
-    return x.reshape(shape)
-
-
-def matmul(x: Array, y: Array) -> Array:
-    return x @ y
-
-
 def transpose(x: Array) -> Array:
     return x.mT
 
@@ -191,10 +160,6 @@ def orthonormal_columns(x: Array) -> Array:
     q, r = torch.linalg.qr(x)
     diagonal = r.diagonal(dim1=-2, dim2=-1)
     return q * torch.where(diagonal < 0, -1.0, 1.0).to(x.dtype)[..., None, :]
-
-
-def concat(arrays: list[Array], axis: int = 0) -> Array:
-    return torch.cat(arrays, axis)
 
 
 def end_to_end(arrays: Sequence[Array]) -> Array:
@@ -216,10 +181,6 @@ def unstack(x: Array) -> list[Array]:
 
 def sort(x: Array) -> Array:
     return x.sort().values
-
-
-def take(x: Array, indices: Array) -> Array:
-    return x[indices]
 
 
 def put(x: Array, indices: Array, values: Array | float) -> Array:

@@ -50,17 +50,17 @@ class Backend(Protocol):
 
     def zeros(self, n: int, like: Array) -> Array: ...
 
-    def full_like(self, x: Array, value: float) -> Array: ...
+    def full_like(self, x: Array, value: float, /) -> Array: ...
 
-    def copy(self, x: Array) -> Array: ...
+    def copy(self, x: Array, /) -> Array: ...
 
-    def size(self, x: Array) -> int: ...
+    def size(self, x: Array, /) -> int: ...
 
-    def shape(self, x: Array) -> tuple[int, ...]: ...
+    def shape(self, x: Array, /) -> tuple[int, ...]: ...
 
-    def abs(self, x: Array) -> Array: ...
+    def abs(self, x: Array, /) -> Array: ...
 
-    def maximum(self, x: Array, y: Array) -> Array: ...
+    def maximum(self, x: Array, y: Array, /) -> Array: ...
 
     def norm(self, x: Array) -> float:
         """L2 norm, added up in float64."""
@@ -68,10 +68,10 @@ class Backend(Protocol):
     def sum(self, x: Array) -> float:
         """The sum of all elements, added up in float64; for methods of users."""
 
-    def scale(self, x: Array, factor: float) -> Array:
+    def scale(self, x: Array, factor: float, /) -> Array:
         """``x`` times a number, such as a quotient of norms."""
 
-    def divided(self, x: Array, divisor: Any) -> Array:
+    def divided(self, x: Array, divisor: Any, /) -> Array:
         """``x / divisor``, a number, rounded once: the bits of NumPy, wherever the array is."""
 
     def affine(self, x: Array, factor: Any, shift: Any = 0.0) -> Array:
@@ -86,7 +86,7 @@ class Backend(Protocol):
     def lerp_square(self, x: Array, y: Array, weight: float) -> Array:
         """``x + weight (y^2 - x)``; reuses ``x``."""
 
-    def sqrt(self, x: Array) -> Array: ...
+    def sqrt(self, x: Array, /) -> Array: ...
 
     def scalar(self, value: float, like: Array) -> Any:
         """A number as :meth:`vector_norm` returns it for ``like``."""
@@ -95,33 +95,33 @@ class Backend(Protocol):
         """L2 norm of all arrays together, a scalar: in float32 of half precisions, whose largest
         number it may pass."""
 
-    def max(self, x: Array) -> Any:
+    def max(self, x: Array, /) -> Any:
         """The largest element, a scalar; there must be one."""
 
-    def clip(self, x: Any, low: Any, high: Any) -> Any:
+    def clip(self, x: Any, low: Any, high: Any, /) -> Any:
         """A scalar, clipped to limits that are both numbers of Python or both scalars."""
 
-    def where(self, condition: Any, x: Any, y: Any) -> Any:
+    def where(self, condition: Any, x: Any, y: Any, /) -> Any:
         """``x`` if ``condition`` else ``y``, of scalars."""
 
-    def put_where(self, x: Array, condition: Array, value: float) -> Array:
+    def put_where(self, x: Array, condition: Array, value: float, /) -> Array:
         """Put a number where an array of bools says; reuses ``x``."""
 
     def all_finite(self, x: Array) -> bool: ...
 
-    def reshape(self, x: Array, shape: tuple[int, ...]) -> Array: ...
+    def reshape(self, x: Array, shape: tuple[int, ...], /) -> Array: ...
 
-    def matmul(self, x: Array, y: Array) -> Array:
+    def matmul(self, x: Array, y: Array, /) -> Array:
         """The product of two matrices, or of two stacks of them."""
 
-    def transpose(self, x: Array) -> Array:
+    def transpose(self, x: Array, /) -> Array:
         """The transpose of a matrix, or of each of a stack."""
 
     def orthonormal_columns(self, x: Array) -> Array:
         """Q of the QR decomposition of a matrix that is no wider than high, or of each of a stack.
         Signs are such that R has no negative diagonal."""
 
-    def concat(self, arrays: list[Array], axis: int = 0) -> Array: ...
+    def concat(self, arrays: list[Array], axis: int = 0, /) -> Array: ...
 
     def end_to_end(self, arrays: Sequence[Array]) -> Array:
         """Return arrays of any shape as a flat one; one array alone is not copied."""
@@ -129,20 +129,20 @@ class Backend(Protocol):
     def split(self, x: Array, sizes: Sequence[int]) -> list[Array]:
         """Return parts of these sizes of a flat array; undoes ``concat``."""
 
-    def stack(self, arrays: Sequence[Array]) -> Array:
+    def stack(self, arrays: Sequence[Array], /) -> Array:
         """Along a new dimension in front."""
 
-    def unstack(self, x: Array) -> list[Array]:
+    def unstack(self, x: Array, /) -> list[Array]:
         """Undo ``stack``."""
 
-    def take(self, x: Array, indices: Array) -> Array: ...
+    def take(self, x: Array, indices: Array, /) -> Array: ...
 
     def put(self, x: Array, indices: Array, values: Array | float) -> Array: ...
 
     def add_at(self, x: Array, indices: Array, values: Array) -> Array:
         """Add at indices that are unique."""
 
-    def cast(self, x: Array, dtype: str) -> Array: ...
+    def cast(self, x: Array, dtype: str, /) -> Array: ...
 
     def round_to(self, x: Array, wire: str | None, saturate: bool = False) -> Array:
         """Return the values of ``x`` as they arrive when they are sent as ``wire``; dtype of ``x``.
@@ -228,10 +228,10 @@ class EagerBackend(Backend, Protocol):
         """The k-th largest value (k from 1) along the last axis: of a flat array a scalar, of a
         matrix one for each row.  NaN counts as larger than everything."""
 
-    def nonzero(self, mask: Array) -> Array:
+    def nonzero(self, mask: Array, /) -> Array:
         """Ascending indices, int64."""
 
-    def sort(self, x: Array) -> Array: ...
+    def sort(self, x: Array, /) -> Array: ...
 
 
 class TracingBackend(Backend, Protocol):

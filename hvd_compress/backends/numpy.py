@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,23 @@ Array = np.ndarray
 traces = False
 # A product of stacks is made matrix by matrix, and its bits depend on where these begin.
 batches = False
+
+# NumPy's own, under the protocol's names.
+full_like = np.full_like
+size = np.size
+shape = np.shape
+abs = np.abs
+maximum = np.maximum
+scale = operator.mul
+divided = operator.truediv
+sqrt = np.sqrt
+nonzero = np.flatnonzero
+matmul = operator.matmul
+concat = np.concatenate
+stack = np.stack
+unstack = list
+sort = np.sort
+take = operator.getitem
 
 _HALVES = {np.dtype(np.float16), np.dtype(np.float32)}
 
@@ -49,28 +67,8 @@ def zeros(n: int, like: Array) -> Array:
     return np.zeros(n, like.dtype)
 
 
-def full_like(x: Array, value: float) -> Array:
-    return np.full_like(x, value)
-
-
 def copy(x: Array) -> Array:
     return x.copy()
-
-
-def size(x: Array) -> int:
-    return x.size
-
-
-def shape(x: Array) -> tuple[int, ...]:
-    return x.shape
-
-
-def abs(x: Array) -> Array:
-    return np.abs(x)
-
-
-def maximum(x: Array, y: Array) -> Array:
-    return np.maximum(x, y)
 
 
 def norm(x: Array) -> float:
@@ -79,14 +77,6 @@ def norm(x: Array) -> float:
 
 def sum(x: Array) -> float:
     return float(np.sum(x, dtype=np.float64))
-
-
-def scale(x: Array, factor: float) -> Array:
-    return x * factor
-
-
-def divided(x: Array, divisor: float) -> Array:
-    return x / divisor
 
 
 def affine(x: Array, factor: float, shift: float = 0.0) -> Array:
@@ -103,10 +93,6 @@ def lerp(x: Array, y: Array, weight: float) -> Array:
 
 def lerp_square(x: Array, y: Array, weight: float) -> Array:
     return x + (y * y - x) * weight
-
-
-def sqrt(x: Array) -> Array:
-    return np.sqrt(x)
 
 
 def scalar(value: float, like: Array) -> float:
@@ -142,16 +128,8 @@ def kth_largest(x: Array, k: int) -> Array:
     return np.partition(x, n - k)[..., n - k]
 
 
-def nonzero(mask: Array) -> Array:
-    return np.flatnonzero(mask)
-
-
 def reshape(x: Array, shape: tuple[int, ...]) -> Array:
     return x.reshape(shape)
-
-
-def matmul(x: Array, y: Array) -> Array:
-    return x @ y
 
 
 def transpose(x: Array) -> Array:
@@ -164,10 +142,6 @@ def orthonormal_columns(x: Array) -> Array:
     return q * np.where(diagonal < 0, x.dtype.type(-1), x.dtype.type(1))[..., None, :]
 
 
-def concat(arrays: list[Array], axis: int = 0) -> Array:
-    return np.concatenate(arrays, axis)
-
-
 def end_to_end(arrays: Sequence[Array]) -> Array:
     flat = [x.reshape(-1) for x in arrays]
     return flat[0] if len(flat) == 1 else np.concatenate(flat)
@@ -176,22 +150,6 @@ def end_to_end(arrays: Sequence[Array]) -> Array:
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:
     ends = list(itertools.accumulate(sizes))
     return [x[end - n : end] for end, n in zip(ends, sizes, strict=True)]
-
-
-def stack(arrays: Sequence[Array]) -> Array:
-    return np.stack(arrays)
-
-
-def unstack(x: Array) -> list[Array]:
-    return list(x)
-
-
-def sort(x: Array) -> Array:
-    return np.sort(x)
-
-
-def take(x: Array, indices: Array) -> Array:
-    return x[indices]
 
 
 def put(x: Array, indices: Array, values: Array | float) -> Array:
