@@ -29,7 +29,7 @@ from hvd_compress.codecs import logarithmic
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.fused.in_place import Arrays, InPlaceForm, InPlacePlan, Kept, is_on_host, spares
 from hvd_compress.fused.on_device import gathered
-from hvd_compress.kernels import Column, Selection, Steps, add_up, loops_of, merge
+from hvd_compress.kernels import Column, Selection, Steps, add_up, loops, loops_of
 from hvd_compress.operators import Selector, top_k
 from hvd_compress.requests import Gather, Request
 from hvd_compress.times import begin_phase
@@ -341,7 +341,7 @@ def finite_of(sizes: Sequence[int], theirs: Sequence[Entries]) -> np.ndarray:
 def merged(sizes: Sequence[int], theirs: Sequence[Entries]) -> list[Entries]:
     """Return the average of each tensor, as the elements that any rank has sent."""
     indices, values = zip(*theirs, strict=True)
-    places, mean = merge(indices, values, len(theirs))
+    places, mean = loops().merge(indices, values, len(theirs))
     bounds = np.cumsum([0, *sizes])
     cuts = np.searchsorted(places, bounds)
     rows = zip(bounds, cuts, cuts[1:], strict=False)

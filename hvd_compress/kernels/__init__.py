@@ -40,16 +40,10 @@ __all__ = [
     "add_up",
     "addresses",
     "crc32",
-    "elias_pack",
-    "elias_unpack",
-    "index_bits",
     "is_compiled",
+    "loops",
     "loops_of",
-    "merge",
     "momenta_of",
-    "quotients",
-    "rice_pack",
-    "rice_unpack",
     "stream",
     "threads",
 ]
@@ -79,6 +73,12 @@ def _load() -> tuple[Any, str]:
 native, problem = _load()
 
 
+def loops() -> Any:
+    """Return the compiled module, or the reference, which has the same functions of NumPy's arrays:
+    those for codes of indices, and ``merge``."""
+    return native or reference
+
+
 @functools.cache
 def is_compiled() -> bool:
     """Return whether the loops are compiled.  The first call logs a warning if they are not."""
@@ -106,8 +106,8 @@ class Selection:
     changes no result."""
 
     def __init__(self, sizes: Sequence[int], counts: Sequence[int]) -> None:
-        loops = native if is_compiled() else reference
-        self._selection = loops.Selection(list(sizes), list(counts))
+        own = native if is_compiled() else reference
+        self._selection = own.Selection(list(sizes), list(counts))
 
     def select(self, steps: Steps, momentum: Momentum = None, nesterov: bool = False) -> Selected:
         if not is_compiled():
@@ -156,12 +156,6 @@ def add_up(
         reference.add_up(out.on_host(), indices, values, size)
 
 
-def merge(
-    indices: Sequence[np.ndarray], values: Sequence[np.ndarray], size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    return (native or reference).merge(indices, values, size)
-
-
 def stream(arrays: Sequence[tuple[Array, Array, Array]]) -> None:
     """Read three arrays (1-D, float32) of each tensor and write two of them.  A step with momentum
     and a residual cannot do with less: the floor for benchmarks."""
@@ -177,27 +171,3 @@ def crc32(x: np.ndarray, start: int = 0) -> int:
     if native is not None and native.has_fast_crc32:
         return native.crc32(x, start)
     return zlib.crc32(x.data, start)
-
-
-def quotients(gaps: np.ndarray, b: int) -> int:
-    return (native or reference).quotients(gaps, b)
-
-
-def index_bits(gaps: np.ndarray, b: int) -> tuple[int, int, int, int, int]:
-    return (native or reference).index_bits(gaps, b)
-
-
-def elias_pack(gaps: np.ndarray, nested: bool, out: np.ndarray) -> None:
-    (native or reference).elias_pack(gaps, nested, out)
-
-
-def elias_unpack(code: np.ndarray, count: int, nested: bool, n: int) -> np.ndarray:
-    return (native or reference).elias_unpack(code, count, nested, n)
-
-
-def rice_pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:
-    (native or reference).rice_pack(gaps, b, out)
-
-
-def rice_unpack(code: np.ndarray, count: int, b: int, n: int) -> np.ndarray:
-    return (native or reference).rice_unpack(code, count, b, n)

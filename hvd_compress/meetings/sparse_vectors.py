@@ -15,7 +15,7 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Context, Sparse
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.kernels import is_compiled, merge
+from hvd_compress.kernels import is_compiled, loops
 from hvd_compress.operators import top_k
 from hvd_compress.wire.frame import DTYPES
 
@@ -89,7 +89,7 @@ def _merge(parts: Sequence[Sparse], n: int, dtype: str) -> Sparse:
         return Sparse(parts[0].indices, parts[0].values.astype(dtype)) if parts else empty(dtype)
     if dtype == "float32" and is_compiled():
         every = [part.values.astype(dtype, copy=False) for part in parts]
-        return Sparse(*merge([part.indices for part in parts], every, 1))
+        return Sparse(*loops().merge([part.indices for part in parts], every, 1))
     count = sum(part.indices.size for part in parts)
     bits = count.bit_length()
     if n.bit_length() + bits > 63:

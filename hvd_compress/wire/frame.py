@@ -22,14 +22,7 @@ import numpy as np
 from hvd_compress.backends.halves import from_bfloat16, to_bfloat16
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
-from hvd_compress.kernels import (
-    elias_pack,
-    elias_unpack,
-    index_bits,
-    quotients,
-    rice_pack,
-    rice_unpack,
-)
+from hvd_compress.kernels import loops
 from hvd_compress.wire.header import (
     START,
     Header,
@@ -314,14 +307,14 @@ def best_parameter(gaps: np.ndarray, n: int) -> tuple[int, int] | None:
     mean = int(gaps.sum()) / count
     b = min(int(math.log2(max(1.0, mean * math.log(2)))), _MOST_BITS)
     middle = min(max(b, 1), _MOST_BITS - 1)
-    *known, gamma, delta = index_bits(gaps, middle)
+    *known, gamma, delta = loops().index_bits(gaps, middle)
 
     sums = {middle - 1 + i: known[i] for i in range(len(known))}  # of quotients
     best = count * (b + 1) + sums[b]
     for step in (1, -1):
         while 0 <= b + step <= _MOST_BITS:
             if b + step not in sums:
-                sums[b + step] = quotients(gaps, b + step)
+                sums[b + step] = loops().quotients(gaps, b + step)
             if (other := count * (b + step + 1) + sums[b + step]) >= best:
                 break
             b, best = b + step, other
@@ -340,9 +333,9 @@ def pack(gaps: np.ndarray, b: int, out: np.ndarray) -> None:
     """Write the code of ``gaps`` to the start of ``out`` (uint8, zeros)."""
     out[0] = b
     if b <= _MOST_BITS:
-        rice_pack(gaps, b, out[1:])
+        loops().rice_pack(gaps, b, out[1:])
     else:
-        elias_pack(gaps, b == _DELTA, out[1:])
+        loops().elias_pack(gaps, b == _DELTA, out[1:])
 
 
 def unpack(code: np.ndarray, count: int, n: int) -> np.ndarray:
@@ -353,7 +346,7 @@ def unpack(code: np.ndarray, count: int, n: int) -> np.ndarray:
     """
     if count and code.size:
         if (b := int(code[0])) <= _MOST_BITS:
-            return rice_unpack(code[1:], count, b, n)
+            return loops().rice_unpack(code[1:], count, b, n)
         if b in (_GAMMA, _DELTA):
-            return elias_unpack(code[1:], count, b == _DELTA, n)
+            return loops().elias_unpack(code[1:], count, b == _DELTA, n)
     raise ValueError("packed indices without a valid parameter")

@@ -233,7 +233,7 @@ def test_merged_vectors_are_those_of_numpy_and_of_dense_sums(n, ranks, kind, den
     random = np.random.default_rng(seed)
     indices = [np.flatnonzero(random.random(n) < density) for _ in range(ranks)]
     values = [drawn(random, own.size, kind) for own in indices]
-    places, mean = kernels.merge(indices, values, size)
+    places, mean = kernels.loops().merge(indices, values, size)
     expected = reference.merge(indices, values, size)
     np.testing.assert_array_equal(places, expected[0])
     np.testing.assert_array_equal(mean, expected[1])
@@ -265,11 +265,11 @@ def test_rice_codes_are_those_of_numpy(n, count, b, seed):
     gaps = np.diff(places, prepend=-1) - 1
     room = (gaps.size * b + 7) // 8 + (int((gaps >> b).sum()) + gaps.size + 7) // 8
     own, expected = np.zeros(room + 3, np.uint8), np.zeros(room + 3, np.uint8)
-    assert kernels.quotients(gaps, b) == reference.quotients(gaps, b)
-    kernels.rice_pack(gaps, b, own)
+    assert kernels.loops().quotients(gaps, b) == reference.quotients(gaps, b)
+    kernels.loops().rice_pack(gaps, b, own)
     reference.rice_pack(gaps, b, expected)
     np.testing.assert_array_equal(own, expected)
-    for unpack in (kernels.rice_unpack, reference.rice_unpack):
+    for unpack in (kernels.loops().rice_unpack, reference.rice_unpack):
         np.testing.assert_array_equal(unpack(own, places.size, b, n), places)
         for damaged in (places.size + 1, max(1, places.size - 1)):
             if damaged != places.size:
@@ -280,7 +280,7 @@ def test_rice_codes_are_those_of_numpy(n, count, b, seed):
 @settings(max_examples=200, deadline=None)
 @given(code=st.binary(max_size=40), count=st.integers(1, 50), b=st.integers(0, 48))
 def test_damaged_codes_never_give_indices_out_of_range(code, count, b):
-    for unpack in (kernels.rice_unpack, reference.rice_unpack):
+    for unpack in (kernels.loops().rice_unpack, reference.rice_unpack):
         try:
             found = unpack(np.frombuffer(code, np.uint8), count, b, 1000)
         except ValueError:
@@ -306,8 +306,8 @@ def test_without_a_compiler_numpy_serves_and_says_so_once(monkeypatch, caplog):
         kernels.add_up(Column(out), [found.indices], [found.values], 1)
         assert out[0].tolist() == [0, -5, 0, 0, 4, 0]
         code = np.zeros(8, np.uint8)
-        kernels.rice_pack(np.array([1, 2]), 1, code)
-        assert kernels.quotients(np.array([1, 2]), 1) == 1
-        assert kernels.rice_unpack(code[:2], 2, 1, 6).tolist() == [1, 4]
+        kernels.loops().rice_pack(np.array([1, 2]), 1, code)
+        assert kernels.loops().quotients(np.array([1, 2]), 1) == 1
+        assert kernels.loops().rice_unpack(code[:2], 2, 1, 6).tolist() == [1, 4]
     finally:
         kernels.is_compiled.cache_clear()
