@@ -15,6 +15,11 @@ from hvd_compress.agreement import Terms
 from hvd_compress.base import Array
 
 
+def asking(request: Any) -> Generator[Any, Any, Any]:
+    """The exchange of one request, which returns the reply."""
+    return (yield request)
+
+
 class Engine(abc.ABC):
     """Carries out exchanges, which are generators of requests, and returns their results.
 
@@ -51,6 +56,11 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def finish(self) -> dict[str, Any]:
         """Wait for everything that was started; what the exchanges return, by name."""
+
+    def run(self, name: str, exchange: Generator[Any, Any, Any]) -> Any:
+        """Carry out an exchange while nothing else is in flight, and return what it returns."""
+        self.start(name, exchange)
+        return self.finish()[name]
 
     @abc.abstractmethod
     def abandon(self) -> None:

@@ -206,8 +206,8 @@ class Buckets:
     def _make_plan(self, engine: Engine, names: list[str], like: Array) -> None:
         has_order = len(names) > 1 and not self._same_order
         if has_order and engine.sums_in_rank_order and engine.size > 1:
-            engine.start(_PLAN, _order_of_rank_0([names.index(n) for n in self._started], like))
-            names = [names[i] for i in engine.finish()[_PLAN]]
+            order = _order_of_rank_0([names.index(n) for n in self._started], like)
+            names = [names[i] for i in engine.run(_PLAN, order)]
         self.plan, self._digest = self._split(names), None
         self._buckets = [Planned(bucket) for bucket in self.plan]
         self.bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}

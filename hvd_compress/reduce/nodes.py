@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.config import is_whole
-from hvd_compress.engines.base import Engine
+from hvd_compress.engines.base import Engine, asking
 from hvd_compress.engines.joining import BucketKey
 from hvd_compress.engines.named import NamedEngine
 from hvd_compress.errors import ConfigError
@@ -44,12 +44,7 @@ class Node:
 
     def ask(self, request: Collective) -> Any:
         """Return the reply to a request of the ranks of this node, between exchanges."""
-        self.inside.start("question", _asked(request))
-        return self.inside.finish()["question"]
-
-
-def _asked(request: Collective) -> Generator[Collective, Any, Any]:
-    return (yield request)
+        return self.inside.run("question", asking(request))
 
 
 def pieces_of(x: Array, ranks: int) -> list[Array]:

@@ -29,7 +29,7 @@ from hvd_compress.base import (
     Tensors,
 )
 from hvd_compress.config import check_seed
-from hvd_compress.engines.base import Engine
+from hvd_compress.engines.base import Engine, asking
 from hvd_compress.engines.joining import (
     Entry,
     Member,
@@ -387,9 +387,11 @@ class Reducer:
     def _unused_everywhere(self, names: Sequence[str], like: Array) -> list[str]:
         """Return the tensors that no rank has a gradient for.  This is a collective."""
         unused, self._unused = self._unused, set()
-        used, engine = np.array([name not in unused for name in names], np.int64), self._comparing
-        engine.start("used", _largest(used, self.store.for_messages(like)))
-        return [name for name, any_ in zip(names, engine.finish()["used"], strict=True) if not any_]
+        used = np.array([name not in unused for name in names], np.int64)
+        like = self.store.for_messages(like)
+        xp = backend_of(like)
+        found = xp.to_numpy(self._comparing.run("used", asking(Max(xp.from_numpy(used, like)))))
+        return [name for name, any_ in zip(names, found, strict=True) if not any_]
 
     def keep_undo(self) -> None:
         """Keep the states of before each step from now on, for :meth:`discard`.  They take as much
@@ -765,13 +767,6 @@ class Reducer:
 def _dtype(x: Array) -> str:
     dtype: str = backend_of(x).dtype(x)
     return dtype
-
-
-def _largest(x: np.ndarray, like: Array) -> Generator[Request, Any, np.ndarray]:
-    """Return the largest of each element over the ranks, by messages like ``like``."""
-    xp = backend_of(like)
-    most: np.ndarray = xp.to_numpy((yield Max(xp.from_numpy(x, like))))
-    return most
 
 
 def check_momentum(method: Compressor, momentum: float) -> None:

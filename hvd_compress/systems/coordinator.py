@@ -12,11 +12,10 @@ from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.config import is_number
-from hvd_compress.engines.base import Engine
+from hvd_compress.engines.base import Engine, asking
 from hvd_compress.errors import ConfigError
 from hvd_compress.reduce import MemoryStore, Reducer
 from hvd_compress.reduce.state_file import check_array, entry, refused
-from hvd_compress.requests import Collective
 from hvd_compress.stats import Stats
 from hvd_compress.systems.base import (
     WEIGHTS_AT_START,
@@ -32,7 +31,7 @@ from hvd_compress.systems.base import (
     as_training_method,
     residuals,
 )
-from hvd_compress.systems.owner import Exchange, Owner
+from hvd_compress.systems.owner import Owner
 
 T = TypeVar("T")
 #: the key, in a checkpoint, of averages that have come in and were not used yet
@@ -252,7 +251,7 @@ class Coordinator(Owner):
             record.bytes_received += sent if self.engine.size > 1 else 0
         else:
             self._agree()
-            reply = self._ask(_alone(request))
+            reply = self._ask(asking(request))
         self._start = None
         record.dense_bytes += record.bytes_sent - before
         return reply
@@ -400,7 +399,3 @@ def _check(shapes: Mapping[str, tuple[int, ...]], key: str, arrays: Arrays) -> N
 
 def _without(names: Container[str], arrays: Mapping[str, T]) -> dict[str, T]:
     return {name: x for name, x in arrays.items() if name not in names}
-
-
-def _alone(request: Collective) -> Exchange:
-    return (yield request)

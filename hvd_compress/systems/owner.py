@@ -76,8 +76,8 @@ class Owner(abc.ABC):
     def _ask(self, exchange: Exchange) -> Any:
         """Carry out an exchange, and return its result."""
         engine = self.engine
-        engine.start(self.system, counted(exchange, self.record, engine.rank, engine.size))
-        return engine.finish()[self.system]
+        own = counted(exchange, self.record, engine.rank, engine.size)
+        return engine.run(self.system, own)
 
     def _saved(self, state: State, consolidated: bool = False, **more: Any) -> dict[str, Any]:
         """Return a state for a checkpoint, and ``more``."""

@@ -13,6 +13,7 @@ import threading
 import numpy as np
 
 from hvd_compress.agreement import differences, encode
+from hvd_compress.engines.base import Engine
 from hvd_compress.engines.joining import alone
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.errors import MismatchError
@@ -68,10 +69,10 @@ def _is_broken(error):
     return isinstance(error, threading.BrokenBarrierError)
 
 
-class ThreadEngine:
+class ThreadEngine(Engine):
     """The engine of a rank that is a thread; ``sent`` counts the bytes of its requests."""
 
-    is_collective, sums_in_rank_order, reads_device = False, True, False
+    rank, size = 0, 1
 
     def __init__(self, meeting, rank):
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
@@ -80,17 +81,11 @@ class ThreadEngine:
     def start(self, name, exchange):
         self._flying[name] = alone(exchange)
 
-    def poll(self):
-        pass
-
     def abandon(self):
         self._flying = {}
 
     def agree(self, terms, like, at_once=False):
         self._terms = encode(terms)
-
-    def check_step(self, describe, planned, like):
-        pass
 
     def finish(self):
         if self._terms is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.engines.base import Engine
+from hvd_compress.engines.base import Engine, asking
 from hvd_compress.integrations.environment import chosen
 from hvd_compress.integrations.mpi import Compression
 from hvd_compress.mpi.process_sets import ProcessSet, engine_over, rank
@@ -66,15 +66,10 @@ class MpiGraphEngine(GraphEngine):
         engine = self._set.engine
         engine.predivide = self._predivide
         try:
-            engine.start("request", _only(request))
-            return engine.finish()["request"]
+            return engine.run("request", asking(request))
         except BaseException:
             engine.abandon()
             raise
-
-
-def _only(request: Collective) -> Generator[Collective, Any, Any]:
-    return (yield request)
 
 
 class MpiRuntime:
