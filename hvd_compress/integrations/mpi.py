@@ -7,40 +7,12 @@ from typing import Any
 from hvd_compress.config import is_number, is_one_of
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.methods import FP16, NoCompression
-from hvd_compress.mpi.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-)
+from hvd_compress.mpi import process_sets
+from hvd_compress.mpi.process_sets import *  # noqa: F403
 
 Average, Sum, Max, Adasum = "mean", "sum", "max", "adasum"
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "Max",
-    "ProcessSet",
-    "Sum",
-    "add_process_set",
-    "global_process_set",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "rank",
-    "remove_process_set",
-    "shutdown",
-    "size",
-]
+__all__ = ["Adasum", "Average", "Compression", "Max", "Sum", *process_sets.__all__]
 
 #: by drop-in, names that are there with Horovod alone, and beginnings of such names
 _ONLY_WITH_HOROVOD = {

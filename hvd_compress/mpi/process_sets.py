@@ -13,6 +13,12 @@ from hvd_compress.errors import ConfigError, SetupError
 from hvd_compress.mpi.engine import MpiEngine
 from hvd_compress.mpi.transport.communicator import Communicator
 
+#: Horovod's names, which every drop-in over MPI alone has
+__all__ = [
+    *("ProcessSet", "add_process_set", "global_process_set", "init", "is_initialized"),
+    *("local_rank", "local_size", "rank", "remove_process_set", "shutdown", "size"),
+]
+
 
 class ProcessSet:
     """Ranks that work together; only those that belong to it may use it.

@@ -138,6 +138,7 @@ INNER = {
     "torch.shards",
     "torch.triton.loops",
     *("tensorflow.mpi.collectives", "tensorflow.mpi.training"),  # tensorflow.mpi
+    *("mpi.process_sets", "torch.mpi.collectives"),  # torch.mpi
 }
 
 

@@ -20,18 +20,8 @@ from hvd_compress.integrations.mpi import missing
 
 from .. import *  # noqa: F403
 from .. import __all__ as _methods
-from .collectives import (
-    allgather,
-    allgather_object,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_object,
-    synchronize,
-)
+from . import collectives
+from .collectives import *  # noqa: F403
 from .optimizer import (
     SYSTEMS,
     DistributedOptimizer,
@@ -45,21 +35,12 @@ globals().update(SYSTEMS)
 __all__ = [
     *_methods,
     *_names,
+    *collectives.__all__,
     "AsynchronousLeaderSGD",
     "DistributedOptimizer",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "parameter_server",
-    "synchronize",
 ]
 
 

@@ -32,6 +32,11 @@ from hvd_compress.mpi.transport.arrays import flatten
 from ..eager import eager
 from ..parameters import kind_without_bytes
 
+__all__ = [
+    *("allgather", "allgather_object", "allreduce", "allreduce_", "allreduce_async", "barrier"),
+    *("broadcast", "broadcast_", "broadcast_object", "synchronize"),
+]
+
 _Step = Callable[[torch.Tensor], torch.Tensor]
 
 
