@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hvd_compress.torch as hvd
 from hvd_compress.codecs import float8, linear
+from hvd_compress.torch.ddp.fsdp import ShardedParameter
 from hvd_compress.torch.shards import hops
-from hvd_compress.torch.shards.rows import ShardedParameter
 from tests import jobs, shards_worker
 
 RANKS = 4

@@ -29,8 +29,8 @@ from hvd_compress.kernels import Column
 from hvd_compress.operators.at_random import own_generator
 from hvd_compress.reduce import Reducer
 from hvd_compress.torch import backend
+from hvd_compress.torch.ddp.fsdp import ShardedParameter
 from hvd_compress.torch.shards.hops import Hop
-from hvd_compress.torch.shards.rows import ShardedParameter
 from hvd_compress.torch.triton import loops, low_rank
 from hvd_compress.torch.triton.codecs import Codes
 from tests.torch_impl.triton_codec_laws import BUCKETS, CODECS

@@ -26,7 +26,7 @@ them their sum.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,25 +54,34 @@ _OTHER_TORCH = (
 )
 
 
-class Part(NamedTuple):
-    """A parameter's shard on this rank.
+class ShardedParameter(NamedTuple):
+    """A parameter that ``fully_shard`` has sharded.
 
     Attributes:
-        name: of the parameter in the model.
+        name: in the model.
         of: FSDP2's object for it, which stays when the parameter is replaced.
-        shape: of the shard without padding.
-        elements: those of the flat gradient that belong to it, padding included.
+        elements: of a rank's shard in FSDP2's flat arrays, padding included.
+        is_exempt: ``compress_shards`` sends it as it is, not coded.
     """
 
     name: str
     of: Any
-    shape: torch.Size
     elements: int
+    is_exempt: bool = False
 
-    @property
-    def parameter(self) -> torch.nn.Parameter:
-        """The sharded parameter, a ``DTensor``."""
-        return self.of.sharded_param
+
+def trained_of(parts: Sequence[ShardedParameter]) -> list[ShardedParameter]:
+    return [part for part in parts if part.of.sharded_param.requires_grad]
+
+
+def check_complete(trained: Sequence[ShardedParameter], elements: int, name: str) -> None:
+    """Raise ``UnsupportedError`` unless a flat gradient of so many elements has those of all."""
+    if elements != sum(part.elements for part in trained):
+        raise UnsupportedError(
+            f"some parameters of {name} have got no gradient in this step, and FSDP2 does not say "
+            "which: call module.set_reduce_scatter_unused_params(True) of each FSDPModule, which "
+            "makes these gradients zero, or freeze the parameters"
+        )
 
 
 class ShardedModule:
@@ -108,7 +117,7 @@ class ShardedModule:
                 "whole model"
             )
         self.parts = [
-            Part(names[id(p.sharded_param)], p, p.sharded_size, p.padded_sharded_param_size.numel())
+            ShardedParameter(names[id(p.sharded_param)], p, p.padded_sharded_param_size.numel())
             for p in self.group.fsdp_params
         ]
         self._flat: torch.Tensor | None = None  # of this step, as FSDP2 has reduced it
@@ -119,17 +128,13 @@ class ShardedModule:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the gradient arrives."""
-        own = self.parts[0].parameter.dtype
+        own = self.parts[0].of.sharded_param.dtype
         return self._policy.reduce_dtype or self._policy.param_dtype or own
 
     @property
     def is_under_way(self) -> bool:
         """Whether there is a gradient of it that has not become the parameters'."""
         return self._flat is not None or self._partial is not None
-
-    def trained(self) -> list[Part]:
-        """Return the shards of parameters that are trained."""
-        return [part for part in self.parts if part.parameter.requires_grad]
 
     @torch.no_grad()
     def _hook(self, flat: torch.Tensor) -> None:
@@ -146,15 +151,10 @@ class ShardedModule:
         flat.fill_(1 if self.group.gradient_divide_factor is None else self._replicas)
 
     def _check(self, flat: torch.Tensor) -> None:
-        trained = self.trained()
-        if flat.numel() != sum(part.elements for part in trained):
-            raise UnsupportedError(
-                f"some parameters of {self.name} have got no gradient in this step, and FSDP2 does "
-                "not say which: call module.set_reduce_scatter_unused_params(True) of each "
-                "FSDPModule, which makes these gradients zero, or freeze the parameters"
-            )
+        trained = trained_of(self.parts)
+        check_complete(trained, flat.numel(), self.name)
         for part in trained:
-            if getattr(part.parameter, "_post_accumulate_grad_hooks", None):
+            if getattr(part.of.sharded_param, "_post_accumulate_grad_hooks", None):
                 raise UnsupportedError(
                     f"{part.name} has a hook that runs when its gradient is there, such as an "
                     "optimizer that steps during backward. The average over the replicas comes at "
@@ -165,25 +165,27 @@ class ShardedModule:
         """Return the gradients of the shards by name: views of the flat one."""
         self._flat = flat
         found, start = {}, 0
-        for part in self.trained():
-            if part.parameter.grad is not None:
-                self._before[part.name], part.parameter.grad = part.parameter.grad, None
-            if size := part.shape.numel():  # the last ranks may have nothing of a small parameter
-                found[part.name] = flat[start : start + size].view(part.shape)
+        for part in trained_of(self.parts):
+            p, shape = part.of.sharded_param, part.of.sharded_size
+            if p.grad is not None:
+                self._before[part.name], p.grad = p.grad, None
+            if size := shape.numel():  # the last ranks may have nothing of a small parameter
+                found[part.name] = flat[start : start + size].view(shape)
             start += part.elements
         return found
 
     @torch.no_grad()
     def settle(self, averages: Mapping[str, torch.Tensor]) -> None:
         """Multiply the averages over the replicas, by name, into what FSDP2 has made of ones."""
-        for part in self.trained():
-            gradient: Any = part.parameter.grad
+        for part in trained_of(self.parts):
+            p = part.of.sharded_param
+            gradient = p.grad
             if part.name in averages:
                 shard = gradient.to_local()
                 shard.mul_(averages[part.name].to(shard.device))
             if (before := self._before.pop(part.name, None)) is not None:
                 before.to_local().add_(gradient.to_local())
-                part.parameter.grad = before
+                p.grad = before
         self._flat = None
 
     def forget(self) -> None:
@@ -327,7 +329,8 @@ class ReplicaExchange(Controls):
         first what there may be."""
         method, store = self.reducer.method, self.reducer.store
         for module in self._modules:
-            for name, shape in ((part.name, part.shape) for part in module.trained()):
+            for part in trained_of(module.parts):
+                name, shape = part.name, part.of.sharded_size
                 if shape.numel():
                     like = torch.zeros(shape, dtype=module.dtype, device=self._device)
                     store.state_for(name, like, method.for_tensor(name, tuple(shape)))

@@ -16,11 +16,12 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.stats import Record
 
 from ..amp import current_pass
+from ..ddp.fsdp import ShardedParameter, check_complete, trained_of
 from ..ddp.lost_ranks import naming_lost_ranks
 from ..ddp.nodes import Nodes
 from ..ddp.process_groups import all_gather
 from .hops import Hop
-from .rows import Layout, ShardedParameter, check_wire
+from .rows import Layout, check_wire
 
 
 class Way(NamedTuple):
@@ -102,9 +103,6 @@ class ReduceScatter(_Comm):
         self._hops: list[Hop] = []
         self._known: Any = None
 
-    def trained(self) -> list[ShardedParameter]:
-        return [part for part in self.parts if part.of.sharded_param.requires_grad]
-
     @torch.no_grad()
     def __call__(
         self,
@@ -115,14 +113,9 @@ class ReduceScatter(_Comm):
         async_op: bool = False,
     ) -> None:
         self._check()
-        trained, size = self.trained(), dist.get_world_size(group)
-        elements = sum(part.elements for part in trained)
-        if input_tensor.numel() != size * elements:
-            raise UnsupportedError(
-                f"some parameters of {self._name} have got no gradient in this step, and FSDP2 "
-                "does not say which: call module.set_reduce_scatter_unused_params(True) of each "
-                "FSDPModule, which makes these gradients zero, or freeze the parameters"
-            )
+        trained, size = trained_of(self.parts), dist.get_world_size(group)
+        elements = input_tensor.numel() // size
+        check_complete(trained, elements, self._name)
         hops = self.hops(input_tensor)
         if self._way.reset_every and self.step and self.step % self._way.reset_every == 0:
             for hop in hops:
@@ -151,7 +144,7 @@ class ReduceScatter(_Comm):
         Args:
             like: a gradient; ``None``: as FSDP2 will reduce it.
         """
-        trained, way, nodes = self.trained(), self._way, self._way.nodes
+        trained, way, nodes = trained_of(self.parts), self._way, self._way.nodes
         if like is None:
             policy, own = self.of.mp_policy, trained[0].of.sharded_param.dtype
             dtype = policy.reduce_dtype or policy.param_dtype or own
@@ -188,7 +181,7 @@ class ReduceScatter(_Comm):
     def waiting(self) -> dict[str, torch.Tensor]:
         """Return what waits for this rank's shards, as averages (float32), by name of the coded
         parameters.  A collective."""
-        if self._way.beta is None or not self.trained():
+        if self._way.beta is None or not trained_of(self.parts):
             return {}
         hops, x = self.hops(), None
         for hop in hops:
@@ -204,7 +197,7 @@ class ReduceScatter(_Comm):
         """Go on with what :meth:`waiting` has returned, on as many ranks or others: the next step
         adds it to its averages."""
         self.step = step
-        if not self.trained():
+        if not trained_of(self.parts):
             return
         hops = self.hops()
         for hop in hops:
@@ -216,7 +209,7 @@ class ReduceScatter(_Comm):
 
     def names(self) -> set[str]:
         """Return the parameters of which something may wait."""
-        keeps = self._way.beta is not None and self.trained()
+        keeps = self._way.beta is not None and trained_of(self.parts)
         return set(self.hops()[-1].row.coded) if keeps else set()
 
     def norms(self) -> dict[str, float]:

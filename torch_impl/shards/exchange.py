@@ -25,13 +25,12 @@ from hvd_compress.reduce.state_file import entry, refused, whole
 from hvd_compress.stats import Stats
 
 from ..amp import NO_SCALE, refuse_scale, running_scale
-from ..ddp.fsdp import groups_of, names_of, sharded_modules
+from ..ddp.fsdp import ShardedParameter, groups_of, names_of, sharded_modules, trained_of
 from ..ddp.lost_ranks import meet
 from ..ddp.nodes import Nodes, check_nodes, nodes_of
 from ..parameters import is_sharded
 from ..replicas import agree, group_of
 from .collectives import AllGather, ReduceScatter, Way
-from .rows import ShardedParameter
 
 #: how to shard a model for compressed shards
 HOW = "call fully_shard for each layer and for the model, then hvd.compress_shards(model, 'linear')"
@@ -133,7 +132,7 @@ class ShardExchange:
         step, names = whole(about, "step"), set(entry(about, "names", list))
         # Without a parameter that waits DCP leaves the entry out.
         waiting = entry(state_dict, "waiting", Mapping) if names else {}
-        here = {part.name: part for each in self._gradients for part in each.trained()}
+        here = {part.name: part for each in self._gradients for part in trained_of(each.parts)}
         coded = {name for each in self._gradients for name in each.names()}
         if unknown := names - coded:
             raise refused(
@@ -240,7 +239,10 @@ def compress_shards(
         for _, module in modules
     }
     every = [part for own in parts.values() for part in own]
-    shapes = ((part.label, part.of.sharded_param.shape) for part in every)
+    shapes = (
+        (f"{n} {of.sharded_param.dtype}{' (exempt)' * is_exempt}", of.sharded_param.shape)
+        for n, of, _, is_exempt in every
+    )
     terms = {**options, "parameters of the model": listed(shapes)}
     agree(terms, shards, *([] if between is None else [between]))
     levels = None if nodes is None else _levels(nodes, shards, first.device, terms)

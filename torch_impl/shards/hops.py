@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from hvd_compress.codecs import Codec
 
+from ..ddp.fsdp import ShardedParameter
 from ..ddp.lost_ranks import naming_lost_ranks
 from ..ddp.process_groups import reduce_scatter
-from .rows import Layout, ShardedParameter
+from .rows import Layout
 
 
 class Hop:

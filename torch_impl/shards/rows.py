@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ import torch
 from hvd_compress.codecs import Codec, linear
 from hvd_compress.errors import UnsupportedError
 
+from ..ddp.fsdp import ShardedParameter
 from .runs import Runs, runs_of
 
 _FLOAT32 = np.dtype(np.float32)
@@ -19,28 +20,6 @@ _FLOAT32 = np.dtype(np.float32)
 HEADER = 4
 #: of residuals, see :class:`hvd_compress.torch.shards.hops.Hop`
 RESIDUAL = linear(bits=8, column=512)
-
-
-class ShardedParameter(NamedTuple):
-    """A parameter of a sharded module.
-
-    Attributes:
-        name: in the model.
-        of: FSDP2's object for it, which stays when the parameter is replaced.
-        elements: of a rank's shard in FSDP2's flat arrays, padding included.
-        is_exempt: it is sent as it is, not coded.
-    """
-
-    name: str
-    of: Any
-    elements: int
-    is_exempt: bool
-
-    @property
-    def label(self) -> str:
-        """The options that ranks must agree about, beside the shape."""
-        exempt = " (exempt)" if self.is_exempt else ""
-        return f"{self.name} {self.of.sharded_param.dtype}{exempt}"
 
 
 class Field(NamedTuple):
