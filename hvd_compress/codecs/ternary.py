@@ -76,10 +76,7 @@ class ternary(Scaled, name="ternary"):
 
     def check_feedback(self, d: int) -> None:
         # Clipping makes m smaller, but what is drawn may be as far off as before.
-        dataclasses.replace(self, clip=None)._check_unbiased(d)
-
-    def _check_unbiased(self, d: int) -> None:
-        super().check_feedback(d)
+        super(ternary, dataclasses.replace(self, clip=None)).check_feedback(d)
 
     def classes(self, d: int) -> Classes:
         """Return the constants without clipping: E|C(x)|^2 = m |x|_1, at most (1 + sqrt(d)) / 2

@@ -153,7 +153,9 @@ class _Calls:
         self._form, self._keys, self._momenta = plan.form, plan.keys, tensors.momenta
         self.bucket_of = "\n".join(["", *plan.names])
         self._copies, self._counts_too = plan.writes_states, None in plan.counts
-        self._symbols = [field for field in _SYMBOLS if not _is_known(getattr(step, field))]
+        self._symbols = [
+            field for field in _SYMBOLS if not isinstance(getattr(step, field), int | float | None)
+        ]
         none: dict[str, Any] = dict.fromkeys([*self._symbols, "scratch"])
         self._step, self._shapes = step._replace(**none), plan.shapes
         self._rows = [*zip(plan.names, plan.shapes, plan.weights, strict=True)]
@@ -238,10 +240,6 @@ class _Calls:
             directions.append(next(results))
             states[i] = {key: next(results) for key in self._keys}
         return Averages(directions, states, counts)
-
-
-def _is_known(value: Any) -> bool:
-    return value is None or isinstance(value, int | float)
 
 
 def _output(request: Collective, array: np.ndarray) -> Output:

@@ -10,7 +10,6 @@ of m columns.  The factors of all matrices are end to end in a flat array each.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -49,6 +48,9 @@ class Matrices:
         self._dims = np.array(
             [(n, m, rank) for (n, m), rank in zip(shapes, ranks, strict=True)], np.int64
         )
+        #: of each P, and of each row of all Q^T
+        self._p_shapes = np.ascontiguousarray(self._dims[:, [2, 0]])
+        self._q_lengths = np.repeat(self._dims[:, 1], self._dims[:, 2]).tolist()
         self.of_p, self.of_q = (int((self._dims[:, i] * self._dims[:, 2]).sum()) for i in (0, 1))
 
     def left(self, x: Column, q: np.ndarray, p: np.ndarray, *added: Column) -> np.ndarray:
@@ -164,14 +166,6 @@ class Matrices:
             for rows, its_out in zip(self._q(q), self._q(out), strict=True):
                 for row, to in zip(rows, its_out, strict=True):
                     to[:] = _of_unit_length(row)
-
-    @functools.cached_property
-    def _p_shapes(self) -> np.ndarray:
-        return np.ascontiguousarray(self._dims[:, [2, 0]])
-
-    @functools.cached_property
-    def _q_lengths(self) -> list[int]:
-        return np.repeat(self._dims[:, 1], self._dims[:, 2]).tolist()
 
     def _p(self, flat: np.ndarray) -> Iterator[np.ndarray]:
         return self._factors(flat, 0)

@@ -164,7 +164,8 @@ def encode_dense(
             values = values.astype(name, copy=False)
     frame = np.zeros(padded(values.nbytes), np.uint8)
     _put(frame, START, values)
-    return _sealed(frame, Kind.DENSE, name, "none", values.size, whole or values.size)
+    tag = length_tag(whole or values.size)
+    return Header(Kind.DENSE, VALUES[name], _INDICES["none"], tag, values.size).seal(frame)
 
 
 def _stored(values: str) -> np.dtype:
@@ -176,12 +177,6 @@ def _put(frame: np.ndarray, start: int, array: np.ndarray) -> int:
     stop = start + array.nbytes
     frame[start:stop].view(f"<{array.dtype.str[1:]}")[:] = array
     return stop
-
-
-def _sealed(
-    frame: np.ndarray, kind: Kind, values: str, indices: str, count: int, n: int
-) -> np.ndarray:
-    return Header(kind, VALUES[values], _INDICES[indices], length_tag(n), count).seal(frame)
 
 
 def decode_sparse(

@@ -8,7 +8,6 @@ the 12 bytes before it and everything after the header.
 from __future__ import annotations
 
 import enum
-import functools
 import struct
 import zlib
 from collections.abc import Callable
@@ -96,11 +95,7 @@ def opened(frame: np.ndarray, *kinds: Kind, fail: Fail) -> Header:
 def failing(sender: str, causes: str, what: str = "payload") -> Fail:
     """Return what makes the errors of messages of a ``sender``; ``causes`` may be wrong if nothing
     was damaged."""
-    return functools.partial(_failed, sender, causes, what)
-
-
-def _failed(sender: str, causes: str, what: str, problem: str) -> PayloadError:
-    return PayloadError(
+    return lambda problem: PayloadError(
         f"bad {what} from {sender}: {problem}. Either the message was damaged on its way, or "
         f"{causes}"
     )

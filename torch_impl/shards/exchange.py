@@ -103,7 +103,9 @@ class ShardExchange:
         for each in self._gradients:
             parts = {part.name: part for part in each.parts}
             for name, flat in each.waiting().items():
-                for group in (self._replicas, _replicas_of(each.of)):
+                # Those over which PyTorch's own HSDP averages, if it does, come second.
+                own = getattr(each.of.mesh_info, "replicate_process_group", None)
+                for group in (self._replicas, own):
                     if group is not None:
                         dist.all_reduce(flat, group=group)
                         flat.div_(dist.get_world_size(group))
@@ -361,8 +363,3 @@ def _by_kind(model: torch.nn.Module) -> _Exempt:
         for p in module.parameters(recurse=False)
     }
     return lambda name, p: p.ndim < 2 or id(p) in embeddings
-
-
-def _replicas_of(group: Any) -> Any:
-    """Return the ranks with which PyTorch's own HSDP averages, if it does."""
-    return getattr(group.mesh_info, "replicate_process_group", None)

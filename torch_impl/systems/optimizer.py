@@ -127,7 +127,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         def after_step(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             result = self.training.after_step(parameters)
             if not self.training.method.state_is_own:
-                spoilt.update(n for n, x in parameters.items() if result[n] is not x and _lost(x))
+                replaced = (n for n, x in parameters.items() if result[n] is not x)
+                spoilt.update(n for n in replaced if not parameters[n].isfinite().all())
             return result
 
         changed = self._run(after_step)
@@ -258,10 +259,6 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
                     raise refused(
                         f"{key!r} of {name!r} has shape {found}, and the parameter {list(p.shape)}"
                     )
-
-
-def _lost(x: torch.Tensor) -> bool:
-    return not bool(x.isfinite().all())
 
 
 @torch.no_grad()

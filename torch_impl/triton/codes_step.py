@@ -69,7 +69,9 @@ class CodesStep:
         self._sent_flags = self._table(np.array(sent[:-1]) + START)
         self._flags = self._table(np.array(arriving[:-1]) + START)
         #: which runs' codes mean numbers, and which tensors get new states
-        self._known, self._fine = (self._int32(n) for n in (len(tensors), count))
+        self._known, self._fine = (
+            torch.empty(n, dtype=torch.int32, device=self._device) for n in (len(tensors), count)
+        )
         #: addresses, by what is there
         self._places = defaultdict[str, Table](lambda: Table(self._fine))
         #: of a step: what is left of sums, and notes of averages that are not finite
@@ -210,9 +212,6 @@ class CodesStep:
 
     def _table(self, rows: Any) -> torch.Tensor:
         return table_of(np.array(rows, np.int64), self._device)
-
-    def _int32(self, n: int) -> torch.Tensor:
-        return torch.empty(n, dtype=torch.int32, device=self._device)
 
 
 def joined(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
