@@ -16,8 +16,7 @@ from horovod.tensorflow import allreduce, mpi_ops  # Horovod's own, not yet wrap
 from hvd_compress.agreement import digest, encode
 from hvd_compress.engines.base import Engine
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.engines.named import Op
-from hvd_compress.errors import PayloadError
+from hvd_compress.engines.named import NamedEngine, Op
 from hvd_compress.integrations.horovod import bind_call
 
 from .runtime import Common, GraphEngine, Runtime
@@ -138,14 +137,7 @@ class EagerEngine(HorovodEngine):
         found = super()._launch(op._replace(tensor=tf.convert_to_tensor(op.tensor)))
         return tuple(x.numpy() for x in found) if isinstance(found, tuple | list) else found.numpy()
 
-    def _split(self, own: np.ndarray, everything: np.ndarray) -> list[np.ndarray]:
-        if everything.size != own.size * self.size:
-            raise PayloadError(
-                f"the ranks' payloads differ in size: this rank's has {own.size} bytes, those of "
-                f"all {self.size} together {everything.size}. Do all run the same version with the "
-                "same compression options?"
-            )
-        return np.split(everything, self.size)
+    _split = NamedEngine._split
 
     def _splits(self, sizes: Sequence[int]) -> np.ndarray:
         return np.array(sizes, np.int32)

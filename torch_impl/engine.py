@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from hvd_compress.engines.named import NamedEngine, Op, ProcessSetEngine
-from hvd_compress.errors import PayloadError
 from hvd_compress.requests import Collective
 
 from .backend import from_numpy
@@ -32,16 +31,6 @@ class TorchEngine(NamedEngine):
         tensors = request.carrying([from_numpy(x, None) for x in request.arrays])
         reply = yield from super()._carry(tensors, name)
         return [x.numpy() for x in reply] if isinstance(reply, list) else reply.numpy()
-
-    def _split(self, own: torch.Tensor, everything: torch.Tensor) -> list[torch.Tensor]:
-        if everything.numel() != own.numel() * self.size:
-            raise PayloadError(
-                f"the ranks' payloads differ in size: this rank's has {own.numel()} bytes, "
-                f"those of all {self.size} together {everything.numel()}. Do all run the same "
-                "version with the same compression options, or is a gradient sparse on some and "
-                "dense on others (sparse_as_dense=True)?"
-            )
-        return list(torch.tensor_split(everything, self.size))
 
     def _splits(self, sizes: Sequence[int]) -> torch.Tensor:
         return torch.tensor(sizes, dtype=torch.int32)

@@ -144,17 +144,8 @@ def exchanged(
     plan: Plan, tensors: Tensors, step: Context, record: Record
 ) -> Generator[Collective, Any, Averages]:
     """Run the exchange of a bucket by its plan, and count its bytes to ``record``."""
-    exchange: Generator[Any, Any, Averages] = plan.exchange(tensors, step)
-    reply = None
-    while True:
-        try:
-            request = exchange.send(reply)
-        except StopIteration as stop:
-            averages: Averages = stop.value
-            break
-        record.bytes_sent += request.nbytes
-        reply = yield request
-        count(record, request, reply, step.rank, step.size)
+    exchange = counted(plan.exchange(tensors, step), record, step.rank, step.size)
+    averages: Averages = yield from exchange
     if tensors.flat is None:
         return averages
     own = enumerate(tensors.states)  # whose owner may not have them yet

@@ -81,14 +81,6 @@ class NamedEngine(Comparing, Engine, abc.ABC):
         self._agreed_once = self._compares_at_once = False
         self._in_flight: dict[str, InFlight] = {}
 
-    @property
-    @abc.abstractmethod
-    def rank(self) -> int: ...
-
-    @property
-    @abc.abstractmethod
-    def size(self) -> int: ...
-
     @abc.abstractmethod
     def _launch(self, op: Op) -> Any:
         """Submit a collective, and return a handle."""
@@ -296,9 +288,18 @@ class NamedEngine(Comparing, Engine, abc.ABC):
     def _splits(self, sizes: Sequence[int]) -> Array:
         """As the library's all-to-all wants them."""
 
-    @abc.abstractmethod
     def _split(self, own: Array, everything: Array) -> list[Array]:
         """Return all ranks' payloads, which have the size of this rank's ``own``."""
+        xp = backend_of(everything)
+        size, found = xp.size(own), xp.size(everything)
+        if found != size * self.size:
+            raise PayloadError(
+                f"the ranks' payloads differ in size: this rank's has {size} bytes, those of all "
+                f"{self.size} together {found}. Do all run the same version with the same "
+                "compression options, or is a gradient sparse on some ranks and dense on others "
+                "(sparse_as_dense=True)?"
+            )
+        return cut_at(everything, [size] * self.size)
 
     def _sum(self, array: Array, name: str) -> Generator[Op, Any, Array]:
         return (yield Op("sum", name, array))
