@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +18,40 @@ from hvd_compress.wire.frame import decode_dense, encode_dense
 from hvd_compress.wire.header import padded
 
 
+class Added(Coding):
+    """The base of codings whose messages are added up in host memory, one after the other, and have
+    sizes that all ranks know."""
+
+    def varies(self, n: int, context: Context) -> bool:
+        return False
+
+    @abc.abstractmethod
+    def add_to(self, total: np.ndarray, message: np.ndarray, context: Context) -> None:
+        """Add what the message of the context's rank holds."""
+
+    def decode(
+        self,
+        messages: Sequence[Array],
+        like: Array,
+        context: Context,
+        ranks: Sequence[int] | None = None,
+    ) -> Decoded:
+        xp, senders = backend_of(like), ranks or range(len(messages))
+        n, dtype = xp.size(like), xp.dtype(like)
+
+        def add_up(step: Any, *messages: np.ndarray) -> list[np.ndarray]:
+            total = np.zeros(n, dtype)
+            with np.errstate(over="ignore", invalid="ignore"):
+                for rank, message in zip(senders, messages, strict=True):
+                    self.add_to(total, message, context._replace(step=step, rank=rank))
+            return [total]
+
+        (total,) = xp.on_host(add_up, [context.step, *messages], [(dtype, n)], like)
+        return Decoded(total, xp.all_finite(total))
+
+
 @dataclasses.dataclass(frozen=True)
-class whole(Coding, name="whole"):
+class whole(Added, name="whole"):
     """Send all values.
 
     Options:
@@ -31,36 +65,20 @@ class whole(Coding, name="whole"):
 
     wire: str | None = choice(None, "float16", "bfloat16")
 
-    def varies(self, n: int, context: Context) -> bool:
-        return False
-
     def encode(self, x: Array, state: State, context: Context) -> Encoded:
-        xp = backend_of(x)
-        wire = self.wire or xp.dtype(x)
-        size = padded(xp.size(x) * (2 if self.wire else np.dtype(wire).itemsize))
-        (message,) = xp.on_host(lambda x: [encode_dense(x, wire)], [x], [("uint8", size)], x)
-        return Encoded(message, xp.round_to(x, self.wire), state)
+        return Encoded(packed(x, self.wire), backend_of(x).round_to(x, self.wire), state)
 
-    def decode(
-        self,
-        messages: Sequence[Array],
-        like: Array,
-        context: Context,
-        ranks: Sequence[int] | None = None,
-    ) -> Decoded:
-        xp, senders = backend_of(like), ranks or range(len(messages))
-        n, dtype = xp.size(like), xp.dtype(like)
+    def add_to(self, total: np.ndarray, message: np.ndarray, context: Context) -> None:
+        wire, sender = self.wire or total.dtype.name, f"rank {context.rank}"
+        total += decode_dense(message, total.size, wire, sender=sender)
 
-        def add_up(*messages: np.ndarray) -> list[np.ndarray]:
-            total = np.zeros(n, dtype)
-            with np.errstate(over="ignore", invalid="ignore"):
-                for rank, message in zip(senders, messages, strict=True):
-                    sender = f"rank {rank}"
-                    total += decode_dense(message, n, self.wire or dtype, sender=sender)
-            return [total]
 
-        (total,) = xp.on_host(add_up, messages, [(dtype, n)], like)
-        return Decoded(total, xp.all_finite(total))
+def packed(x: Array, wire: str | None) -> Array:
+    """Return the message of the values of ``x``, which are sent as ``wire``."""
+    xp = backend_of(x)
+    dtype = wire or xp.dtype(x)
+    size = padded(xp.size(x) * (2 if wire else np.dtype(dtype).itemsize))
+    return xp.on_host(lambda own: [encode_dense(own, dtype)], [x], [("uint8", size)], x)[0]
 
 
 def summed(

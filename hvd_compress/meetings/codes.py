@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, State
+from hvd_compress.base import Array, Context, Encoded, State
 from hvd_compress.codecs import Codec
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.errors import ConfigError
+from hvd_compress.meetings.averaging import Added
 from hvd_compress.operators.at_random import own_generator
 
 
 @dataclasses.dataclass(frozen=True)
-class codes(Coding, name="codes"):
+class codes(Added, name="codes"):
     """Send all values by a codec.
 
     Options:
@@ -34,9 +34,6 @@ class codes(Coding, name="codes"):
         if not isinstance(self.codec, Codec):
             raise ConfigError(f"codes takes a codec such as linear(8); got {self.codec!r}")
 
-    def varies(self, n: int, context: Context) -> bool:
-        return False
-
     def encode(self, x: Array, state: State, context: Context) -> Encoded:
         xp = backend_of(x)
         n, dtype = xp.size(x), np.dtype(xp.dtype(x))
@@ -48,21 +45,6 @@ class codes(Coding, name="codes"):
         message, sent = xp.on_host(encode, [context.step, x], outputs, x)
         return Encoded(message, sent, state)
 
-    def decode(
-        self,
-        messages: Sequence[Array],
-        like: Array,
-        context: Context,
-        ranks: Sequence[int] | None = None,
-    ) -> Decoded:
-        xp, senders = backend_of(like), ranks or range(len(messages))
-        n, dtype = xp.size(like), np.dtype(xp.dtype(like))
-
-        def add_up(*messages: np.ndarray) -> list[np.ndarray]:
-            codec, total = self.codec, np.zeros(n, dtype)
-            for rank, message in zip(senders, messages, strict=True):
-                decode_coded(codec, message, n, dtype, sender=f"rank {rank}", out=total, add=True)
-            return [total]
-
-        (total,) = xp.on_host(add_up, messages, [(dtype.name, n)], like)
-        return Decoded(total, xp.all_finite(total))
+    def add_to(self, total: np.ndarray, message: np.ndarray, context: Context) -> None:
+        of = self.codec, message, total.size, total.dtype
+        decode_coded(*of, sender=f"rank {context.rank}", out=total, add=True)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, Sparse, State
+from hvd_compress.base import Array, Coding, Context, Encoded, Sparse, State
 from hvd_compress.chain import Aggregation, Aggregator
 from hvd_compress.config import choice
-from hvd_compress.meetings.averaging import gathered, summed, summed_densely, whole
+from hvd_compress.meetings.averaging import Added, gathered, packed, summed, summed_densely, whole
 from hvd_compress.operators.at_random import own_generator, random_k, shared_generator
 from hvd_compress.operators.base import Classes
-from hvd_compress.wire.frame import decode_dense, encode_dense
-from hvd_compress.wire.header import padded
+from hvd_compress.wire.frame import decode_dense
 
 
 @dataclasses.dataclass(frozen=True)
-class drawn(Coding, name="drawn"):
+class drawn(Added, name="drawn"):
     """Send the values at places that all ranks can draw: they follow from the common seed, the
     step, the tensor and, unless ``alike``, the rank.
 
@@ -41,9 +38,6 @@ class drawn(Coding, name="drawn"):
     alike: bool = choice(True, False, default=False)
     unbiased: bool = choice(True, False, default=False)
     wire: str | None = choice(None, "float16", "bfloat16")
-
-    def varies(self, n: int, context: Context) -> bool:
-        return False
 
     def pick(self, x: Array, context: Context) -> Sparse:
         """Return the elements that are drawn, scaled and rounded as they are sent."""
@@ -71,36 +65,11 @@ class drawn(Coding, name="drawn"):
 
     def encode(self, x: Array, state: State, context: Context) -> Encoded:
         picked = self.pick(x, context)
-        return Encoded(self.pack(picked.values), picked, state)
+        return Encoded(packed(picked.values, self.wire), picked, state)
 
-    def pack(self, values: Array) -> Array:
-        """Return the message of values that were drawn."""
-        xp = backend_of(values)
-        wire = self.wire or xp.dtype(values)
-        size = padded(xp.size(values) * (2 if self.wire else np.dtype(wire).itemsize))
-        looks = [("uint8", size)]
-        return xp.on_host(lambda own: [encode_dense(own, wire)], [values], looks, values)[0]
-
-    def decode(
-        self,
-        messages: Sequence[Array],
-        like: Array,
-        context: Context,
-        ranks: Sequence[int] | None = None,
-    ) -> Decoded:
-        xp, senders = backend_of(like), ranks or range(len(messages))
-        n, dtype = xp.size(like), xp.dtype(like)
-        k = self.select.count(n, context)
-
-        def add_up(step: Any, *messages: np.ndarray) -> list[np.ndarray]:
-            total = np.zeros(n, dtype)
-            for rank, message in zip(senders, messages, strict=True):
-                found = decode_dense(message, k, self.wire or dtype, sender=f"rank {rank}")
-                total[self.places(n, context._replace(step=step, rank=rank))] += found
-            return [total]
-
-        (total,) = xp.on_host(add_up, [context.step, *messages], [(dtype, n)], like)
-        return Decoded(total, xp.all_finite(total))
+    def add_to(self, total: np.ndarray, message: np.ndarray, context: Context) -> None:
+        places, wire = self.places(total.size, context), self.wire or total.dtype.name
+        total[places] += decode_dense(message, places.size, wire, sender=f"rank {context.rank}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,5 +126,5 @@ class gather_drawn(Aggregator, name="gather_drawn"):
         sent = k * np.dtype(self.wire or xp.dtype(x)).itemsize
         if context.size * sent > 2 * xp.size(x) * itemsize:
             return (yield from summed_densely(own, x, state, context))
-        encoded = Encoded(coding.pack(own.values), own, state)
+        encoded = Encoded(packed(own.values, self.wire), own, state)
         return (yield from gathered(coding, encoded, x, context))
