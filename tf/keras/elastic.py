@@ -9,15 +9,8 @@ from hvd_compress.integrations.horovod import rest_of
 
 from ..elastic import TensorFlowKerasState
 
-
-class KerasState(TensorFlowKerasState):
-    """A model and its optimizer for ``hvd.elastic.run``.
-
-    Args: as for :class:`hvd_compress.tensorflow.elastic.TensorFlowKerasState`.
-    """
-
-    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        super().__init__(model, optimizer, **kwargs)
+#: Horovod's name for it in Keras
+KerasState = TensorFlowKerasState
 
 
 def __getattr__(name: str) -> Any:
