@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from hvd_compress.mpi.sparse.algorithm import Run
+from hvd_compress.mpi.sparse.messages import Run
 from hvd_compress.requests.algorithms import SPARSE
 
 #: algorithms of a sparse allreduce, by name

@@ -10,8 +10,7 @@ from collections.abc import Generator
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, empty
-from hvd_compress.mpi.sparse.algorithm import Summed
-from hvd_compress.mpi.sparse.messages import Format, most_bytes
+from hvd_compress.mpi.sparse.messages import Format, Summed, most_bytes
 from hvd_compress.mpi.transport.channel import Channel, exchange
 from hvd_compress.mpi.transport.progress import Wait
 

@@ -1,9 +1,9 @@
-"""The contents of messages of sparse collectives."""
+"""The form of an algorithm of a sparse allreduce, and the contents of its messages."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
 from hvd_compress.meetings.sparse_vectors import Vector, add_up, densify, empty, pick
+from hvd_compress.mpi.transport.channel import Channel
+from hvd_compress.mpi.transport.progress import Wait
 from hvd_compress.wire import (
     decode,
     dense_is_shorter,
@@ -132,6 +134,12 @@ class Format:
         indices, values = decode(frame, n, dtype, sender=f"rank {sender}", whole=self.n)
         values = values.astype(dtype)  # aligned, native and no view of the frame
         return values if indices is None else Sparse(indices.astype(np.int64), values)
+
+
+#: what an algorithm returns: the result, and what rounding took off on this rank; it loses nothing
+Summed = Generator[Wait, None, tuple[Vector, Sparse]]
+#: ``run(channel, mine, form)``; one module has one, under its own name
+Run = Callable[[Channel, Sparse, Format], Summed]
 
 
 def _narrow(x: np.ndarray, dtype: str) -> np.ndarray:

@@ -18,9 +18,8 @@ from hvd_compress.mpi.dense import ALGORITHMS as DENSE
 from hvd_compress.mpi.dense.algorithm import Allreduce
 from hvd_compress.mpi.dense.hierarchical import hierarchical
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
-from hvd_compress.mpi.sparse.algorithm import Run, Summed
 from hvd_compress.mpi.sparse.hierarchical import hierarchical as hierarchical_sparse
-from hvd_compress.mpi.sparse.messages import Format
+from hvd_compress.mpi.sparse.messages import Format, Run, Summed
 from hvd_compress.mpi.transport.arrays import HALVES
 from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.communicator import Communicator
