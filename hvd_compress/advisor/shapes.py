@@ -22,7 +22,7 @@ def linear(name: str, outputs: int, inputs: int) -> Shapes:
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
 
-def resnet50(classes: int = 1000) -> Shapes:
+def resnet50() -> Shapes:
     """ResNet-50 (He et al., CVPR 2016), with torchvision's names."""
     shapes: Shapes = {"conv1.weight": (64, 3, 7, 7), **norm("bn1", 64)}
     inputs = 64
@@ -37,10 +37,10 @@ def resnet50(classes: int = 1000) -> Shapes:
                 shapes[f"{at}.downsample.0.weight"] = (outputs, inputs, 1, 1)
                 shapes |= norm(f"{at}.downsample.1", outputs)
             inputs = outputs
-    return shapes | linear("fc", classes, inputs)
+    return shapes | linear("fc", 1000, inputs)
 
 
-def mobilenet_v2(classes: int = 1000) -> Shapes:
+def mobilenet_v2() -> Shapes:
     """MobileNetV2 (Sandler et al., CVPR 2018), of width 1."""
 
     def convolution(name: str, outputs: int, inputs: int, size: int) -> Shapes:
@@ -59,7 +59,7 @@ def mobilenet_v2(classes: int = 1000) -> Shapes:
             shapes |= convolution(f"{at}.depthwise", width, 1, 3)
             shapes |= convolution(f"{at}.project", outputs, width, 1)
             inputs, block = outputs, block + 1
-    return shapes | convolution("last", 1280, inputs, 1) | linear("fc", classes, 1280)
+    return shapes | convolution("last", 1280, inputs, 1) | linear("fc", 1000, 1280)
 
 
 def ptb_lstm(vocabulary: int = 10_000, width: int = 1500, layers: int = 2) -> Shapes:
@@ -77,7 +77,7 @@ def ptb_lstm(vocabulary: int = 10_000, width: int = 1500, layers: int = 2) -> Sh
     return shapes | {"decoder.bias": (vocabulary,)}
 
 
-def vgg16(classes: int = 1000) -> Shapes:
+def vgg16() -> Shapes:
     """VGG-16 (Simonyan and Zisserman, ICLR 2015), of which most is one fully connected layer."""
     shapes: Shapes = {}
     inputs = 3
@@ -85,24 +85,21 @@ def vgg16(classes: int = 1000) -> Shapes:
         shapes |= {f"conv{i}.weight": (width, inputs, 3, 3), f"conv{i}.bias": (width,)}
         inputs = width
     shapes |= linear("fc1", 4096, 512 * 7 * 7) | linear("fc2", 4096, 4096)
-    return shapes | linear("fc3", classes, 4096)
+    return shapes | linear("fc3", 1000, 4096)
 
 
-def transformer(
-    vocabulary: int, positions: int, width: int, layers: int, hidden: int | None = None
-) -> Shapes:
+def transformer(vocabulary: int, positions: int, width: int, layers: int) -> Shapes:
     """Layers of attention and a perceptron between two normalisations each (Vaswani et al., NeurIPS
     2017).
 
     Embeddings of tokens and positions come before them; the output shares the tokens' matrix.
     """
-    hidden = 4 * width if hidden is None else hidden
     shapes: Shapes = {"tokens.weight": (vocabulary, width), "positions.weight": (positions, width)}
     for layer in range(layers):
         at = f"layer{layer}"
         shapes |= norm(f"{at}.norm1", width) | linear(f"{at}.qkv", 3 * width, width)
         shapes |= linear(f"{at}.out", width, width) | norm(f"{at}.norm2", width)
-        shapes |= linear(f"{at}.fc1", hidden, width) | linear(f"{at}.fc2", width, hidden)
+        shapes |= linear(f"{at}.fc1", 4 * width, width) | linear(f"{at}.fc2", width, 4 * width)
     return shapes | norm("norm", width)
 
 

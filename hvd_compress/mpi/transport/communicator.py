@@ -221,13 +221,12 @@ class Communicator:
 
     # -- messages ----------------------------------------------------------------------------
 
-    def channel(self, tag: int | None = None) -> Channel:
+    def channel(self) -> Channel:
         """Return a channel for the messages of one algorithm.  Ranks open channels in the same
-        order, or name the tag."""
-        if tag is None:
-            tag = self.calls % (self.tags // 2)  # the other half is for those who name theirs
-            self.calls += 1
-        return Channel(self, tag % self.tags)
+        order."""
+        tag = self.calls % (self.tags // 2)  # the other half is for channels that name theirs
+        self.calls += 1
+        return Channel(self, tag)
 
     def run(self, call: object, *algorithms: Algorithm, depth: int = 1) -> list[Any]:
         """Run algorithms to their end, and return their results."""
