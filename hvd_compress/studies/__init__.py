@@ -2,7 +2,7 @@
 imports it.
 
 ============================  ======================================================================
-``decentralized``             steady states and largest learning rates on quadratic functions
+``decentralized``             steady states on quadratic functions
 ``estimators``                gradients of a finite sum with less noise: LSVRG
 ``measures``                  measures of generalisation, and how well they order networks
 ``step_sizes``                what the constants of an operator allow

@@ -1,4 +1,4 @@
-"""Theory of quadratic functions, and the largest learning rates.
+"""Steady states of decentralised methods on quadratic functions.
 
 The functions are f_k(x) = (x - b_k)^2 / 2 on node k, with gradient noise of variance s^2.  The mean
 squared distance of the nodes from the minimum, mean b, has closed forms in the steady state.  With
@@ -8,7 +8,6 @@ the eigenvalues lam_j of W and a_j = (1 + lam_j) / 2:
 diffusion, bias    (1/n) |x_fix - mean b|^2,  x_fix = mu (I - (1 - mu) W)^-1 W b
 diffusion, noise   (1/n) sum mu^2 s^2 lam_j^2 / (1 - (1 - mu)^2 lam_j^2)
 exact diffusion    (1/n) sum 2 a_j^2 mu^2 s^2 / ((1 - a_j (1 - mu)) (1 + a_j (3 - 2 mu)))
-centralised        mu s^2 / (n (2 - mu))
 =================  ====================================================================
 """
 
@@ -24,11 +23,6 @@ def diffusion_fixed_point(w: np.ndarray, b: np.ndarray, mu: float) -> np.ndarray
     return mu * np.linalg.solve(np.eye(len(w)) - (1 - mu) * w, w @ b)
 
 
-def dgd_fixed_point(w: np.ndarray, b: np.ndarray, mu: float) -> np.ndarray:
-    """Return where DGD ends without noise, (n,)."""
-    return mu * np.linalg.solve((1 + mu) * np.eye(len(w)) - w, b)
-
-
 def diffusion_msd(w: np.ndarray, b: np.ndarray, mu: float, variance: float) -> tuple[float, float]:
     """Return the mean squared distance of ATC diffusion that is due to bias and to noise."""
     bias = np.mean((diffusion_fixed_point(w, b, mu) - b.mean()) ** 2)
@@ -42,20 +36,3 @@ def exact_diffusion_msd(w: np.ndarray, mu: float, variance: float) -> float:
     a = (1 + eigenvalues(w).real) / 2
     terms = 2 * a**2 * mu**2 * variance / ((1 - a * (1 - mu)) * (1 + a * (3 - 2 * mu)))
     return float(terms.mean())
-
-
-def centralized_msd(n: int, mu: float, variance: float) -> float:
-    """Return the mean squared distance of one SGD that averages the gradients of n nodes."""
-    return mu * variance / (n * (2 - mu))
-
-
-def exact_diffusion_limit(smoothness: float) -> float:
-    """Return the learning rate below which exact diffusion converges on L-smooth convex functions,
-    2 / L, whatever the graph."""
-    return 2 / smoothness
-
-
-def dgd_limit(w: np.ndarray, smoothness: float) -> float:
-    """Return the largest learning rate of DGD, (1 + lambda_min(W)) / L, below which EXTRA converges
-    as well; on functions that are alike EXTRA may take more."""
-    return (1 + float(eigenvalues(w).real.min())) / smoothness
