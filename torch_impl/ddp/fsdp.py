@@ -75,7 +75,7 @@ def trained_of(parts: Sequence[ShardedParameter]) -> list[ShardedParameter]:
 
 
 def check_complete(trained: Sequence[ShardedParameter], elements: int, name: str) -> None:
-    """Raise ``UnsupportedError`` unless a flat gradient of so many elements has those of all."""
+    """Raise ``UnsupportedError`` unless a flat gradient has the elements of these parameters."""
     if elements != sum(part.elements for part in trained):
         raise UnsupportedError(
             f"some parameters of {name} have got no gradient in this step, and FSDP2 does not say "
