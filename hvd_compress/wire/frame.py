@@ -163,7 +163,7 @@ def encode_dense(
         with np.errstate(over="ignore", invalid="ignore"):
             values = values.astype(name, copy=False)
     frame = np.zeros(padded(values.nbytes), np.uint8)
-    _put(frame, START, values)
+    frame[START : START + values.nbytes].view(values.dtype.newbyteorder("<"))[:] = values
     tag = length_tag(whole or values.size)
     return Header(Kind.DENSE, VALUES[name], _INDICES["none"], tag, values.size).seal(frame)
 
@@ -171,12 +171,6 @@ def encode_dense(
 def _stored(values: str) -> np.dtype:
     """Return the dtype that values have in a frame."""
     return np.dtype("uint16" if values == "bfloat16" else values).newbyteorder("<")
-
-
-def _put(frame: np.ndarray, start: int, array: np.ndarray) -> int:
-    stop = start + array.nbytes
-    frame[start:stop].view(f"<{array.dtype.str[1:]}")[:] = array
-    return stop
 
 
 def decode_sparse(
