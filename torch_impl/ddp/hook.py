@@ -37,7 +37,7 @@ from ..controls import Controls
 from ..eager import run_eagerly
 from ..state.rank_states import gathered, of_all_shards, of_shard, own, own_shard, placed
 from .buckets import UsedParameters, check_bucket, cut, may_leave_out
-from .nodes import Nodes, ShardStore, check_nodes, nodes_of
+from .nodes import NodeGroups, ShardStore, check_nodes, nodes_of
 from .process_groups import ProcessGroupEngine, ReplicaEngine
 
 #: of a :class:`DDPState`, which trainers take among their own
@@ -134,7 +134,7 @@ class DDPState(Controls):
         self._residuals = residuals
         self._group = _group_for(model, process_group)
         self._given_nodes = nodes
-        self._nodes: Nodes | None = None  # until there are ranks
+        self._nodes: NodeGroups | None = None  # until there are ranks
         self._names = dict[torch.Tensor, str]()
         self._make = functools.partial(
             Reducer,

@@ -58,7 +58,7 @@ class ShardStore(MemoryStore):
         return like if isinstance(like, torch.Tensor) else torch.empty(0, device=self._device)
 
 
-class Nodes(NamedTuple):
+class NodeGroups(NamedTuple):
     """This rank's place among nodes of equally many ranks.
 
     Attributes:
@@ -82,7 +82,7 @@ def check_nodes(nodes: Any, method: Any = None) -> None:
     reduce_nodes.check_nodes(1 if is_mesh(nodes) else nodes, method, mesh)
 
 
-def nodes_of(nodes: Any, group: Any, device: torch.device, terms: Terms) -> Nodes | None:
+def nodes_of(nodes: Any, group: Any, device: torch.device, terms: Terms) -> NodeGroups | None:
     """Return this rank's place among nodes; ``None`` if each node has one rank, with nothing to
     share.  A collective of all ranks of ``group``, which also compares ``terms``.
 
@@ -120,7 +120,7 @@ def nodes_of(nodes: Any, group: Any, device: torch.device, terms: Terms) -> Node
             )
         if nodes.size(1) == 1:
             return None
-        return Nodes(nodes.get_group(1), nodes.get_group(0))
+        return NodeGroups(nodes.get_group(1), nodes.get_group(0))
     hosts: list[Any] = [None] * len(ranks)
     if nodes == "auto":
         # torchrun numbers nodes; other launchers do not.
@@ -140,4 +140,4 @@ def nodes_of(nodes: Any, group: Any, device: torch.device, terms: Terms) -> Node
     for each in parts:
         if each not in made:
             made[each] = dist.new_group(each, use_local_synchronization=True, **options)
-    return Nodes(*map(made.__getitem__, parts))
+    return NodeGroups(*map(made.__getitem__, parts))

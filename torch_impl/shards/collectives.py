@@ -18,10 +18,10 @@ from hvd_compress.stats import Record
 from ..amp import current_pass
 from ..ddp.fsdp import ShardedParameter, check_complete, trained_of
 from ..ddp.lost_ranks import naming_lost_ranks
-from ..ddp.nodes import Nodes
+from ..ddp.nodes import NodeGroups
 from ..ddp.process_groups import all_gather
 from .hops import Hop
-from .rows import Layout, check_wire
+from .rows import RowLayout, check_wire
 
 
 class Way(NamedTuple):
@@ -41,7 +41,7 @@ class Way(NamedTuple):
     wire: torch.dtype | None
     beta: float | None
     reset_every: int | None
-    nodes: Nodes | None
+    nodes: NodeGroups | None
 
 
 class _Comm:
@@ -270,7 +270,7 @@ class AllGather(_Comm):
         if self._seen is None:
             with naming_lost_ranks(group):
                 all_gather(output_tensor, input_tensor, group=group)
-            self._row = Layout.of(self.parts, self._codec, input_tensor.dtype)
+            self._row = RowLayout.of(self.parts, self._codec, input_tensor.dtype)
             self._make_runs(input_tensor, size)
             with torch.inference_mode(False):  # training will write into it
                 self._seen = out.clone()

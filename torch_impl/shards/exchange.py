@@ -27,7 +27,7 @@ from hvd_compress.stats import Stats
 from ..amp import NO_SCALE, refuse_scale, running_scale
 from ..ddp.fsdp import ShardedParameter, groups_of, names_of, sharded_modules, trained_of
 from ..ddp.lost_ranks import meet
-from ..ddp.nodes import Nodes, check_nodes, nodes_of
+from ..ddp.nodes import NodeGroups, check_nodes, nodes_of
 from ..parameters import is_sharded
 from ..replicas import agree, group_of
 from .collectives import AllGather, ReduceScatter, Way
@@ -339,7 +339,7 @@ def _check_module(name: str, group: Any, first: Any, gathers: bool) -> None:
             )
 
 
-def _levels(nodes: Any, shards: Any, device: torch.device, terms: Any) -> Nodes | None:
+def _levels(nodes: Any, shards: Any, device: torch.device, terms: Any) -> NodeGroups | None:
     """Return this rank's place among nodes; ``None`` if there is one, or each has one rank."""
     found = nodes_of(nodes, shards, device, terms)
     if found is None or dist.get_world_size(found.between) == 1:

@@ -13,7 +13,7 @@ from hvd_compress.codecs import Codec
 from ..ddp.fsdp import ShardedParameter
 from ..ddp.lost_ranks import naming_lost_ranks
 from ..ddp.process_groups import reduce_scatter
-from .rows import Layout
+from .rows import RowLayout
 
 
 class Hop:
@@ -29,7 +29,7 @@ class Hop:
     It has eight bits per element and a scale for 512 of them (``RESIDUAL`` of ``rows.py``).
 
     Args:
-        parts, codec, wire: see :meth:`Layout.of`.
+        parts, codec, wire: see :meth:`RowLayout.of`.
         group: n ranks.
         rows: what each of them gets: the row ``q`` of the input is for rank ``q % n``.
         like: a tensor on the device.
@@ -51,7 +51,7 @@ class Hop:
         beta: float | None,
     ) -> None:
         self.group, self._ranks, self._rows = group, dist.get_world_size(group), rows
-        self.row = row = Layout.of(parts, codec, wire)
+        self.row = row = RowLayout.of(parts, codec, wire)
         self._beta, self._like = beta, like
         self.waits: torch.Tensor | None = None
         if not row.coded:

@@ -30,7 +30,7 @@ class Field(NamedTuple):
     bytes: slice
 
 
-class Layout:
+class RowLayout:
     """The layout of a row: a header, codes, and what is sent as it is; all begin at multiples of 4.
 
     Args:
@@ -63,7 +63,7 @@ class Layout:
         self.size = self._end
 
     @staticmethod
-    def of(parts: Sequence[ShardedParameter], codec: Codec | None, wire: torch.dtype) -> Layout:
+    def of(parts: Sequence[ShardedParameter], codec: Codec | None, wire: torch.dtype) -> RowLayout:
         """Return the layout of all parts of a module; without a codec nothing is coded."""
         starts = [0, *itertools.accumulate(part.elements for part in parts)]
         coded: dict[str, slice] = {}
@@ -72,7 +72,7 @@ class Layout:
             if part.elements:
                 where = plain if codec is None or part.is_exempt else coded
                 where[part.name] = slice(start, start + part.elements)
-        return Layout(starts[-1], coded, plain, codec, wire)
+        return RowLayout(starts[-1], coded, plain, codec, wire)
 
     def _placed(self, spans: Mapping[str, slice], sizes: Sequence[int]) -> dict[str, Field]:
         found = {}
@@ -81,10 +81,10 @@ class Layout:
             self._end += size + -size % 4
         return found
 
-    def of_what_waits(self) -> Layout:
+    def of_what_waits(self) -> RowLayout:
         """Return the layout of residuals of what is coded."""
         spans = {name: place.span for name, place in self.coded.items()}
-        return Layout(self.elements, spans, {}, RESIDUAL, self.wire)
+        return RowLayout(self.elements, spans, {}, RESIDUAL, self.wire)
 
     def bytes_of(self) -> dict[str, int]:
         """Return the bytes of each part; the first has the header and all padding."""
