@@ -37,7 +37,10 @@ def elastic(folder, worker, *arguments, hosts, most=3, timeout=240):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("method", ["dgc:density=0.05", "diloco", "auto:steps=1"])
+@pytest.mark.parametrize(
+    "method",
+    ["dgc:density=0.05", "diloco", pytest.param("auto:steps=1", marks=pytest.mark.full)],
+)
 def test_workers_join_an_elastic_job_die_and_are_started_again(tmp_path, method):
     """From one to two and three, and from three to two and three."""
     notes, output = elastic(tmp_path, "elastic_worker.py", method, hosts="localhost:1", timeout=350)
