@@ -630,12 +630,6 @@ def xla_is_refused() -> None:
         step()
 
 
-def eager_models_train_too() -> None:
-    optimizer = hvd_keras.DistributedOptimizer(sgd(), compression=DENSE)
-    model, _ = fit(optimizer, steps=4, run_eagerly=True)
-    assert_close(weights_of(model), oracle.dense(range(4), hvd.size()))
-
-
 def schedules_by_epoch_need_epochs() -> None:
     method = DGC(density=StagedWarmup("epoch", 1, (0.5, 0.05)))
     optimizer = hvd_keras.DistributedOptimizer(sgd(), compression=method)

@@ -140,7 +140,7 @@ def run_of(name: str, method: Any = None, *, setup: Any = None, **options: Any) 
     return make(fits, **{"dtype": "float64", "lr": LR, "optimizer": inner, **(setup or {})})
 
 
-def _reference(
+def reference(
     name: str, steps: int, kind: str = "mlp", scale: int = 1, **options: Any
 ) -> oracle.Weights:
     """Return the weights of this rank after so many steps of all, on ``scale`` times gradients."""
@@ -178,13 +178,13 @@ def they_follow_the_formulas() -> None:
         # It averages in every step, as it would by itself if all local steps synchronized.
         ("0/1 Adam", none, {"local_step_clipper": 1, **exact}),
     )
-    for name, method, options in rows if everything else (rows[0], rows[2], rows[-1]):
+    for name, method, options in rows if everything else (rows[0], rows[2]):
         own = {key: x for key, x in options.items() if key != "compressed"}
         run, has_local_steps = train(run_of(name, method, **own), range(25)), name == "0/1 Adam"
         if not has_local_steps:
             _assert_ranks_agree(run, averages=method is None)
         if has_local_steps or hvd.rank() == 0:  # who compares for all
-            assert_close(run.weights(), _reference(name, 25, **options), 1e-8, 1e-10)
+            assert_close(run.weights(), reference(name, 25, **options), 1e-8, 1e-10)
 
 
 @applies(over=("horovod", "mpi"))
@@ -192,7 +192,7 @@ def sums_are_averages_of_larger_gradients() -> None:
     """With an ``eps`` that does not vanish beside them."""
     for name in ("1-bit Adam", "0/1 Adam"):
         run = train(run_of(name, eps=1e-3, setup={"op": hvd.Sum}), range(25))
-        expected = _reference(name, 25, scale=hvd.size(), eps=1e-3)
+        expected = reference(name, 25, scale=hvd.size(), eps=1e-3)
         assert_close(run.weights(), expected, 1e-8, 1e-10)
 
 
@@ -204,7 +204,7 @@ def zero_one_adam_follows_its_formulas_between_synchronizations_too() -> None:
         if steps <= SCHEDULE["var_freeze_step"] or steps % interval == 0:
             assert_same_everywhere(run.weights())
         if steps in (12, 21, 34, 35, 36):
-            expected = _reference("0/1 Adam", steps, weight_decay=0.125)
+            expected = reference("0/1 Adam", steps, weight_decay=0.125)
             assert_close(run.weights(), expected, rtol=1e-7, atol=1e-9)
         if steps == 5:  # before the local steps it changes nothing
             before = run.weights()
@@ -214,6 +214,8 @@ def zero_one_adam_follows_its_formulas_between_synchronizations_too() -> None:
             with raises(AssertionError, "ranks diverged"):
                 assert_same_everywhere(run.weights())
     train(run, [36])
+    if graph := getattr(run, "graph", None):  # of TensorFlow
+        assert graph.experimental_get_tracing_count() == 1
     for _ in range(2):  # the second time there is nothing new
         run.optimizer.synchronize_parameters()
         assert_same_everywhere(run.weights())
@@ -288,7 +290,7 @@ def rows_travel_as_they_are_or_dense() -> None:
         np.testing.assert_array_equal(weights["embedding"][unused], initial["embedding"][unused])
         assert not np.array_equal(weights["embedding"][0], initial["embedding"][0])
         if dense and name == "1-bit Adam":  # the formulas of the other know no such words
-            expected = _reference(name, steps, kind="words", **options)
+            expected = reference(name, steps, kind="words", **options)
             assert_close(weights, expected, rtol=1e-7, atol=1e-9)
 
 

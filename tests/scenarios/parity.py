@@ -103,11 +103,6 @@ def fifty_steps_in_single_precision() -> None:
         assert_close(run.weights(), expected, 1e-3, 1e-4)
 
 
-def dgc_at_density_one_is_momentum_sgd_everywhere() -> None:
-    run = train(make(DENSE), range(8))
-    assert_close(run.weights(), oracle.dense(range(8), hvd.size()))
-
-
 def ranks_stay_equal() -> None:
     all_of_them = over in ("horovod", "mpi") or (over == "tensorflow" and hvd.size() <= 2)
     for method in METHODS if all_of_them else KINDS:

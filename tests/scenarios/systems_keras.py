@@ -23,21 +23,21 @@ def _sgd(**options: Any) -> Any:
     return keras.optimizers.SGD(oracle.LR, **options)
 
 
-def fit_and_eager_loops_are_steps_of_graphs() -> None:
+def fit_takes_the_steps_of_an_eager_loop() -> None:
     """Those of graphs follow the lockstep world."""
     for method in (STREAMING, rounds.LeaderSGD(local_every=2, global_every=4)):
-        runs = [make(None, method=method, momentum=0.0) for _ in range(2)]
-        runs[1].graph = runs[1]._step
-        model, expected = model_of("mlp"), train(runs[0], range(9)).weights()
+        run, model = make(None, method=method, momentum=0.0), model_of("mlp")
+        run.graph = run._step
         optimizer = hvd.DistributedOptimizer(_sgd(), method=method)
         fit(optimizer, model=model, steps=9, jit_compile=False)
-        for found in (weights_of(model), train(runs[1], range(9)).weights()):
-            assert_close(found, expected, 1e-5, 1e-6)
+        assert_close(weights_of(model), train(run, range(9)).weights(), 1e-5, 1e-6)
 
 
 def a_run_goes_on_from_its_state() -> None:
     for method in (rounds.DiLoCo(sync_every=4), rounds.EASGD(sync_every=2)):
         run, other = (make(None, method=method, momentum=0.0) for _ in range(2))
+        for each in (run, other):
+            each.graph = each._step
         train(run, range(5)).optimizer.training.consolidate()
         other.optimizer.training.load_state_dict(run.optimizer.training.state_dict())
         other.set_weights(run.weights())

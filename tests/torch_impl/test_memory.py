@@ -71,10 +71,6 @@ def kept_and_moved(x, kept=[]):  # noqa: B006  # what was freed must not be take
     x.data = x.data.clone()
 
 
-def shared(x):
-    x.share_memory_()
-
-
 def tensors_of(kind, model, optimizer):
     if kind == "gradients":
         return [p.grad for p in model.parameters() if p.grad is not None]
@@ -152,10 +148,6 @@ def in_double(x):
 
 def nowhere(x):
     x.data = torch.empty_like(x.data, device="meta")
-
-
-def freed(x):
-    x.untyped_storage().resize_(0)
 
 
 @pytest.mark.parametrize("method", ["dgc:density=0.05", "topk:density=0.05", "onebit", "powersgd"])
