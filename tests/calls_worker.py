@@ -1,6 +1,6 @@
-"""``mpirun -np 2 python calls_worker.py FILE METHOD ...``: the functions of ours that a steady step
-of an optimizer enters, polls not counted, as JSON: for 10 and 40 matrices, which are one bucket,
-and for the tensors of ResNet-50."""
+"""``mpirun -np 2 python calls_worker.py FILE METHOD ... -- METHOD ...``: the functions of ours that
+a steady step of an optimizer enters, polls not counted, as JSON: for 10 and 40 matrices, which are
+one bucket, and, with the methods that come last, for the tensors of ResNet-50."""
 
 from __future__ import annotations
 
@@ -54,12 +54,15 @@ def calls_of(method: str, shapes: list[tuple[int, ...]]) -> collections.Counter[
 
 def main() -> None:
     file, *methods = sys.argv[1:]
+    number = methods.index("--")
     hvd.init()
     torch.set_num_threads(1)
-    models = {n: [(64, 64)] * n for n in (10, 40)} | {"resnet50": [*resnet50().values()]}
+    small = {n: [(64, 64)] * n for n in (10, 40)}
+    large = small | {"resnet50": [*resnet50().values()]}
+    models = dict.fromkeys(methods[:number], small) | dict.fromkeys(methods[number + 1 :], large)
     found = {
-        method: {name: calls_of(method, shapes) for name, shapes in models.items()}
-        for method in methods
+        method: {name: calls_of(method, shapes) for name, shapes in its.items()}
+        for method, its in models.items()
     }
     if hvd.rank() == 0:
         Path(file).write_text(json.dumps(found))

@@ -18,7 +18,7 @@ from tests.mpi_scenarios.common import (
 )
 
 SIZES = (0, 1, 2, world.size, world.size + 1, 1000, 10007)
-if world.size > 8:  # more ranks than cores take their time
+if world.size > 4:  # more ranks than cores take their time
     SIZES = (0, 1, world.size + 1, 2003)
 CHUNK = 1024  # bytes: several blocks, the last one not full
 

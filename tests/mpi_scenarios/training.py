@@ -50,7 +50,7 @@ KINDS = (
 
 def same_bits_as_the_lockstep_world() -> None:
     # Every rank computes the lockstep world of all of them: of many, only each kind of request.
-    for number, name in enumerate(ROWS if world.size <= 3 else KINDS):
+    for number, name in enumerate(ROWS if world.size <= 2 else KINDS):
         row = ROWS[name]
         momentum = row.context.get("momentum", 0.0)
         if not row.method.takes_momentum or getattr(row.method, "momentum", None):

@@ -204,6 +204,3 @@ def test_ranks_that_count_steps_differently_are_noticed():
     (here, mine), (_, theirs) = begin(1, 0), begin(0, 1)
     with pytest.raises(PayloadError, match="less than a header"):
         here.send([theirs, mine])
-
-
-# -- all of them -------------------------------------------------------------------------------

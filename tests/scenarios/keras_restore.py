@@ -75,7 +75,8 @@ def _saved_by(rank: int, size: int) -> Any:
     header = BindingState.header
 
     def changed(self: Any, *args: Any, **options: Any) -> Any:
-        return header(self, *args, **options)._replace(rank=rank, size=size)
+        saved = header(self, *args, **options)  # which one rank alone calls consolidated
+        return saved._replace(rank=rank, size=size, consolidated=False)
 
     return mock.patch.object(BindingState, "header", changed)
 
