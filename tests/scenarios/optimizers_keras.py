@@ -223,7 +223,7 @@ def local_variables_go_their_own_way() -> None:
         optimizer, plain = _optimizer(name, **options), getattr(hvd_keras, name)(LR, **options)
         optimizer.register_local_var(variables[1])
         random = np.random.default_rng(hvd.rank())
-        for _ in range(9):
+        for _ in range(8):
             own = random.normal(size=40)
             optimizer.apply([tf.constant(own), tf.constant(own)], variables)
             plain.apply([tf.constant(own / hvd.size())], alone)
