@@ -8,7 +8,6 @@ import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -144,11 +143,30 @@ class Binding(Controls):
 
     # -- what users call ---------------------------------------------------------------------
 
-    method = property(attrgetter("reducer.method"), doc="The compressor in use.")
-    step = property(attrgetter("reducer.step"), doc="The number of exchanges so far.")
-    epoch = property(attrgetter("reducer.epoch"), doc="The epoch that was announced.")
-    seed = property(attrgetter("reducer.seed"), doc="The seed of randomness that the ranks share.")
-    engine = property(attrgetter("reducer.engine"), doc="The engine between the ranks.")
+    @property
+    def method(self) -> Compressor:
+        """The compressor in use."""
+        return self.reducer.method
+
+    @property
+    def step(self) -> int:
+        """The number of exchanges so far."""
+        return self.reducer.step
+
+    @property
+    def epoch(self) -> float | None:
+        """The epoch that was announced."""
+        return self.reducer.epoch
+
+    @property
+    def seed(self) -> int:
+        """The seed of random numbers that the ranks share."""
+        return self.reducer.seed
+
+    @property
+    def engine(self) -> Engine:
+        """The engine between the ranks."""
+        return self.reducer.engine
 
     def discard(self) -> None:
         """Drop the gradients of this step instead of taking it, on all ranks: after

@@ -11,7 +11,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -87,12 +86,18 @@ class Serving:
             bytes_of_all = broadcast(ranks.channel(), x.reshape(-1).view(np.uint8), 0)
             ranks.run(f"{call}(), parameter {name!r}", bytes_of_all)
 
-    parameters = property(attrgetter("_link.parameters"), doc="The server's last ones, by name.")
-    bytes_sent = property(attrgetter("_link.bytes_sent"), doc="What this worker has sent.")
-    is_over = property(
-        attrgetter("_link.is_over"),
-        doc="Whether the server has ended: in the end, or without this worker.",
-    )
+    @property
+    def parameters(self) -> Arrays:
+        return self._link.parameters
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._link.bytes_sent
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the server has ended: in the end, or without this worker."""
+        return self._link.is_over
 
     def stats(self) -> ServerStats:
         """Return what the server has counted, on every rank, after the ``with`` statement."""
@@ -294,7 +299,10 @@ class ParameterServer(Serving):
             steps, everyone = SGD() if optimizer is None else optimizer, range(self.size)
             self._server = Server(self._begin, steps, everyone, self.rules, seed)
 
-    taken = property(attrgetter("_link.taken"), doc="Whether the server used the last gradient.")
+    @property
+    def taken(self) -> bool:
+        """Whether the server has used the last gradient."""
+        return self._link.taken
 
     def step(
         self, gradients: Mapping[str, np.ndarray | None], rates: Sequence[float] = ()
@@ -358,8 +366,6 @@ class AsynchronousLeaderSGD(Serving):
         if self.is_server:
             self._server = LeaderServer(self._begin, range(self.size), self.method, groups)
 
-    recovered = property(attrgetter("_link.recovered"), doc="Whether NaN or Inf was left behind.")
-
     def step(self, parameters: Mapping[str, np.ndarray], loss: float) -> Arrays:
         """Report a local step and its loss, and return the parameters after the pull.
 
@@ -380,3 +386,7 @@ class AsynchronousLeaderSGD(Serving):
                     stacklevel=2,
                 )
         return self.parameters
+
+    @property
+    def recovered(self) -> bool:
+        return self._link.recovered
