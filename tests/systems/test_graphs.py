@@ -171,27 +171,6 @@ def test_closed_forms_of_three_nodes():
     assert abs(noise - 0.1 / (20 * (2 - 0.1))) < 1e-12
 
 
-@pytest.mark.parametrize("graph", ["line", "cycle", "grid:rows=4", "complete"])
-def test_simulated_steady_states(graph):
-    """Each of many coordinates is a run of its own; the closed form is within five standard errors
-    of their mean, which are some percent."""
-    n, mu, runs, steps = 20, 0.1, 600, 120
-    w, b = as_topology(graph).weights(n), np.linspace(-1, 1, n)
-
-    def noisy(rank, x, step):
-        return x - b[rank] + np.random.default_rng([rank, step]).standard_normal(runs)
-
-    for method, expected in (
-        (Diffusion(graph), sum(theory.diffusion_msd(w, b, mu, 1.0))),
-        (ExactDiffusion(graph), theory.exact_diffusion_msd(w, mu, 1.0)),
-    ):
-        x = simulate(method, noisy, np.zeros((n, runs)), steps, mu)
-        distances = (x**2).mean(axis=0)
-        error = distances.std() / runs**0.5
-        assert abs(distances.mean() - expected) < 5 * error
-        assert error < 0.07 * expected
-
-
 # -- messages and states ---------------------------------------------------------------------------
 
 
