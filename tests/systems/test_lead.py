@@ -45,11 +45,12 @@ def gradient(rank, x, step):
 @functools.cache
 def solution(weight=0.0):
     """By proximal gradient descent on all data, which knows nothing of graphs."""
-    smooth = problem()[2]
+    a, y, smooth = problem()
+    hessian = np.einsum("nri,nrj->ij", a, a) / (N * ROWS) + RIDGE * np.eye(D)
+    towards = np.einsum("nri,nr->i", a, y) / (N * ROWS)
     x = np.zeros(D)
     for _ in range(20_000):
-        g = np.mean([gradient(rank, x, 0) for rank in range(N)], axis=0)
-        v = x - g / smooth
+        v = x - (hessian @ x - towards) / smooth
         x = np.sign(v) * np.maximum(abs(v) - weight / smooth, 0)
     return x
 
