@@ -154,9 +154,11 @@ class Sharing:
         cuts, rows = self._cut(gradients.values())
         nothing = xp.zeros(0, first)
         arrived = yield Alltoall([xp.to_bytes(xp.end_to_end(row or [nothing])) for row in rows])
-        mean = _mean(xp, [xp.from_bytes(raw, dtype, first) for raw in arrived])
         mine = zip(gradients, (cut[self._node.place] for cut in cuts), strict=True)
         own = {name: part for name, part in mine if xp.size(part)}
+        if not own:
+            return
+        mean = _mean(xp, [xp.from_bytes(raw, dtype, first) for raw in arrived])
         parts = xp.split(mean, [xp.size(part) for part in own.values()])
         averages = zip(own.items(), parts, strict=True)
         found = {name: xp.reshape(x, xp.shape(part)) for (name, part), x in averages}

@@ -270,6 +270,18 @@ def gradients_that_some_ranks_lack_count_as_zero() -> None:
 
 
 @applies(least=4, most=4)
+def a_bucket_may_have_nothing_for_a_rank() -> None:
+    alone = torch.nn.Parameter(torch.ones(1, device=DEVICE))
+    sgd_of_it = torch.optim.SGD([alone], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd_of_it, compression="topk", nodes=NODES)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (alone * hvd.rank()).backward()
+        optimizer.step()
+    assert alone.tolist() == [1 - 2 * 1.5]
+
+
+@applies(least=4, most=4)
 def nan_in_one_shard_reaches_every_rank_and_not_its_state() -> None:
     for place in range(OF_A_NODE):
         model, optimizer = _run("topk:density=0.05")
@@ -380,6 +392,14 @@ def sparse_gradients_travel_dense() -> None:
     right[:4] -= LR / 4
     right[9] -= LR
     torch.testing.assert_close(rows.weight.detach(), right)
+    adam = torch.optim.SparseAdam(rows.parameters(), lr=LR)  # takes no others
+    optimizer = distribute(adam, rows, "none", nodes=NODES)
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 0 or hvd.rank() != 1:
+            rows(torch.tensor([hvd.rank(), 9])).sum().backward()
+        optimizer.step()
+    assert_same_everywhere(rows)
 
 
 @applies(least=4, most=4)

@@ -117,6 +117,7 @@ class Binding(Controls):
         #: averages over the ranks of what differs, if they are those of the last step
         self.consolidated: dict[torch.nn.Parameter, State] | None = None
         self._saw_backward = False  # since the last exchange
+        self._made_dense: set[torch.nn.Parameter] = set()  # whose gradients came as rows
         self._true_units: list[torch.nn.Parameter] = []  # whose gradients carry no scale
         self._assigned: list[tuple[torch.nn.Parameter, weakref.ref[torch.Tensor]]] = []
         self._is_plain_sgd = torch.optim.SGD in type(optimizer).__bases__
@@ -281,7 +282,8 @@ class Binding(Controls):
             )
             if not is_usual:
                 _check_gradient(name, gradient, p)
-                if is_shared:  # the ranks of a node divide dense ones
+                if is_shared and gradient.is_sparse:  # the ranks of a node divide dense ones
+                    self._made_dense.add(p)
                     gradient = gradient.to_dense()
             if is_shared:
                 gradient = self.store.unscaled(gradient, self.store.scale)
@@ -342,7 +344,7 @@ class Binding(Controls):
         return gradient_dtype(p, self.store.optimizer._parameter_names[p])
 
     def _no_gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
-        if p not in self.store.sparse:
+        if p not in self.store.sparse and p not in self._made_dense:
             return torch.zeros_like(p, dtype=self._gradient_dtype(p))
         index = torch.empty(1, 0, dtype=torch.int64, device=p.device)
         dtype = self._gradient_dtype(p)
