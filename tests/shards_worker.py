@@ -464,6 +464,7 @@ def ranks_that_differ_all_say_so() -> None:
         ({"compression": "linear", "beta": 0.5 if rank == 1 else 0.8}, "residual, beta"),
         ({"compression": "linear", "parameters": "linear" if rank else None}, "parameters"),
         ({"compression": "linear", "exempt": lambda n, p: rank == 1}, "exempt"),
+        ({"compression": "linear", "nodes": 2 if rank == 1 else None}, "nodes"),
     ):
         with pytest.raises(MismatchError, match=words):
             hvd.compress_shards(_sharded(), **options)

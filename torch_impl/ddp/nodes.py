@@ -82,6 +82,11 @@ def check_nodes(nodes: Any, method: Any = None) -> None:
     reduce_nodes.check_nodes(1 if is_mesh(nodes) else nodes, method, mesh)
 
 
+def text_of(nodes: Any) -> str:
+    """Return the option as ranks compare it."""
+    return str(nodes.mesh.tolist()) if is_mesh(nodes) else repr(nodes)
+
+
 def nodes_of(nodes: Any, group: Any, device: torch.device, terms: Terms) -> NodeGroups | None:
     """Return this rank's place among nodes; ``None`` if each node has one rank, with nothing to
     share.  A collective of all ranks of ``group``, which also compares ``terms``.
@@ -97,8 +102,7 @@ def nodes_of(nodes: Any, group: Any, device: torch.device, terms: Terms) -> Node
             order than ranks with the same shard in a column.
         MismatchError: the ranks differ in ``terms`` or nodes.
     """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    text = str(nodes.mesh.tolist()) if is_mesh(nodes) else repr(nodes)
+    ranks, text = dist.get_process_group_ranks(group or dist.group.WORLD), text_of(nodes)
     # Ranks without nodes compare themselves in their first step, which this would wait for.
     engine = ProcessGroupEngine(group, device)
     engine.agree({**terms, "nodes": text}, torch.empty(0))

@@ -27,7 +27,7 @@ from hvd_compress.stats import Stats
 from ..amp import NO_SCALE, refuse_scale, running_scale
 from ..ddp.fsdp import ShardedParameter, groups_of, names_of, sharded_modules, trained_of
 from ..ddp.lost_ranks import meet
-from ..ddp.nodes import NodeGroups, check_nodes, nodes_of
+from ..ddp.nodes import NodeGroups, check_nodes, nodes_of, text_of
 from ..parameters import is_sharded
 from ..replicas import agree, group_of
 from .collectives import AllGather, ReduceScatter, Way
@@ -225,6 +225,7 @@ def compress_shards(
     options = {
         **{"compression": repr(method), "parameters": repr(gathered), "inside": repr(inner)},
         **{"residual, beta, reset_every": f"{residual}, {beta}, {reset_every}"},
+        "nodes": text_of(nodes),
     }
     names = names_of(model, modules)
     is_exempt = exempt or _by_kind(model)
