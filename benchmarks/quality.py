@@ -42,7 +42,9 @@ ONE_BIT_AFTER = "unsent=stays,compression=onebit:column=512,via=allgather"
 METHODS = {
     "bytes": (
         *("none", "bf16", "linear", "fp8", "powersgd:rank=4", "topk:density=0.01"),
-        *("topk:density=0.1", "onebit", "onebit_adam", "diloco:sync_every=10"),
+        *("topk:density=0.1", f"topk:density=0.01{WARM_UP}", "onebit", "onebit_adam"),
+        *("diloco:sync_every=10", "diloco:sync_every=10,compression=linear"),
+        "sparse_loco:sync_every=15",
         "local_sgd:sync_every=4,compression=topk:density=0.04",
         *(f"local_sgd:sync_every={every},{ONE_BIT_AFTER}" for every in ("1", "2,start=120")),
     ),
