@@ -74,9 +74,11 @@ def trained_of(parts: Sequence[ShardedParameter]) -> list[ShardedParameter]:
     return [part for part in parts if part.of.sharded_param.requires_grad]
 
 
-def check_complete(trained: Sequence[ShardedParameter], elements: int, name: str) -> None:
-    """Raise ``UnsupportedError`` unless a flat gradient has the elements of these parameters."""
-    if elements != sum(part.elements for part in trained):
+def check_complete(
+    trained: Sequence[ShardedParameter], flat: torch.Tensor, name: str, shards: int = 1
+) -> None:
+    """Raise ``UnsupportedError`` unless a flat gradient has so many shards of these parameters."""
+    if flat.numel() != shards * sum(part.elements for part in trained):
         raise UnsupportedError(
             f"some parameters of {name} have got no gradient in this step, and FSDP2 does not say "
             "which: call module.set_reduce_scatter_unused_params(True) of each FSDPModule, which "
@@ -152,7 +154,7 @@ class ShardedModule:
 
     def _check(self, flat: torch.Tensor) -> None:
         trained = trained_of(self.parts)
-        check_complete(trained, flat.numel(), self.name)
+        check_complete(trained, flat, self.name)
         for part in trained:
             if getattr(part.of.sharded_param, "_post_accumulate_grad_hooks", None):
                 raise UnsupportedError(

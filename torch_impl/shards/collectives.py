@@ -114,8 +114,7 @@ class ReduceScatter(_Comm):
     ) -> None:
         self._check()
         trained, size = trained_of(self.parts), dist.get_world_size(group)
-        elements = input_tensor.numel() // size
-        check_complete(trained, elements, self._name)
+        check_complete(trained, input_tensor, self._name, size)
         hops = self.hops(input_tensor)
         if self._way.reset_every and self.step and self.step % self._way.reset_every == 0:
             for hop in hops:
@@ -123,7 +122,7 @@ class ReduceScatter(_Comm):
             self.carried = None
         self.step += 1
         factor = _factor_of(op, size, self.of.gradient_divide_factor)
-        x, notes = hops[0](input_tensor.view(-1, elements), 1.0 if hops[1:] else factor)
+        x, notes = hops[0](input_tensor.view(size, -1), 1.0 if hops[1:] else factor)
         for hop in hops[1:]:
             x, notes = hop(x, factor)
         for hop in hops:
