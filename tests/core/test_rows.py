@@ -250,6 +250,11 @@ def test_frames_of_coded_rows_are_checked():
     for options in ({"n": 7, "row": 4}, {"n": 10, "row": 5}, {"n": 10, "row": 2}):
         with pytest.raises(PayloadError):
             decode_coded(codec, frame, None, x.dtype, **options)
+    for bit in range(8 * frame.size):
+        damaged = frame.copy()
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(PayloadError, match="bad payload from rank 7"):
+            decode_coded(codec, damaged, None, x.dtype, 10, row=4, sender="rank 7")
 
 
 def test_texts():

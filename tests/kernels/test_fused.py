@@ -285,6 +285,19 @@ def test_a_bucket_is_of_the_device_that_it_was_made_on():
     assert plan_for([Placed("a", gradient, {}, moved, 0.0)], step, plan) is not plan
 
 
+def test_gradients_need_not_be_contiguous():
+    """Ranks whose gradients lie in memory in other ways make the same request."""
+    gradient = np.random.default_rng(0).standard_normal((50, 40)).astype(np.float32)
+    ranks, expected = (
+        Ranks(METHODS[0], {"a": (40, 50)}, 1, in_place=True),
+        one_by_one(METHODS[0], 1),
+    )
+    for _ in range(3):
+        (own,) = ranks.exchange([{"a": gradient.copy().T}])
+        (other,) = expected([{"a": gradient.T}])
+        assert_equal(own["a"], other["a"])
+
+
 @pytest.mark.parametrize("method", [METHODS[1], *CODED], ids=repr)
 def test_without_a_compiler_the_bits_are_the_same(monkeypatch, method):
     shapes = {"a": (50, 40), "b": (30, 30)}

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hvd_compress import DGC, ConfigError, Context, Sparse, StagedWarmup, TopK
 from hvd_compress.blocks import (
@@ -287,3 +289,23 @@ def test_momentum_comes_from_the_optimizer_unless_given():
     assert second_step(DGC(**sent), momentum=0.5) == [0.0, 0.75]
     assert second_step(DGC(momentum=0.25, **sent), momentum=0.5) == [0.0, 0.625]
     assert second_step(DGC(momentum=0.0, **sent), momentum=0.5) == [0.0, 0.5]
+
+
+@settings(max_examples=50)
+@given(
+    density=st.floats(0.001, 1.0),
+    shape=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    size=st.integers(1, 4),
+)
+def test_exactly_k_elements_are_sent_and_exactly_those_are_masked(density, shape, size):
+    world = World(DGC(density, momentum=0.9, min_size=0), size)
+    n = math.prod(shape)
+    k = min(n, math.ceil(density * n - 1e-9))
+    for gradients in draw(2, size, shape):
+        for outcome in world.exchange(list(gradients)):
+            if k == n:  # a whole tensor: nothing waits
+                assert not outcome.state["residual"].any()
+                continue
+            assert outcome.sent.indices.size == k
+            assert not outcome.state["velocity"][outcome.sent.indices].any()
+            assert np.count_nonzero(outcome.state["velocity"]) == n - k

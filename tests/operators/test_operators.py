@@ -337,6 +337,17 @@ def test_float16_saturates_where_asked():
         assert np.isnan(xp.to_numpy(xp.round_to(array * math.nan, "float16", saturate=True))).all()
 
 
+def test_error_feedback_keeps_what_float16_values_cannot_carry():
+    world = World(TopK(density=0.1, values="float16"), 2)
+    gradients = [np.array([1e5] + [0.0] * 99, np.float32), np.zeros(100, np.float32)]
+    first = world.exchange(gradients)
+    assert first[0].mean[0] == 65504 / 2
+    assert first[0].state["residual"][0] == 1e5 - 65504
+    second = world.exchange([np.zeros(100, np.float32)] * 2)
+    assert second[1].mean[0] == (1e5 - 65504) / 2
+    assert not second[0].state["residual"].any()
+
+
 def test_without_error_feedback_what_is_not_sent_is_lost():
     world = World(TopK(density=0.5, error_feedback=False), 1)
     outcome = world.exchange([np.array([3.0, 1.0])])[0]

@@ -72,6 +72,14 @@ def one_of_them_is_chosen_by_what_is_measured() -> None:
     assert_same_everywhere(model)
 
 
+def ranks_with_other_clocks_choose_alike() -> None:
+    model, optimizer = begin()
+    still(optimizer, 10.0 ** (3 * hvd.rank() - 4))
+    train(model, optimizer, range(CHOICE + 4))
+    facts(optimizer)
+    assert_same_everywhere(model)
+
+
 def waits(optimizer: Any) -> bool:
     store = reducer_of(optimizer).store
     states = [store.get(name) for name in store.names()]

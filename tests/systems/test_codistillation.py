@@ -9,7 +9,7 @@ import pytest
 
 from hvd_compress import from_config
 from hvd_compress.engines import lockstep
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.systems.base import groups_of
 from hvd_compress.systems.teachers import (
     Codistillation,
@@ -183,6 +183,13 @@ def test_fingerprints_are_those_of_values():
     assert fingerprint_of([a]) == fingerprint_of([a.copy()]) != fingerprint_of([b])
     assert fingerprint_of([a[::2]]) == fingerprint_of([np.array([0.0, 2.0])])
     assert fingerprint_of([]) == "unknown"
+
+
+def test_damage_names_the_teacher():
+    messages = exchange({"x": np.zeros((1, 2))}, Counterparts((1,), (1,)), None)
+    next(messages)
+    with pytest.raises(PayloadError, match=r"rank 1: .*damaged"):
+        messages.send([np.zeros(3, np.uint8)])
 
 
 def test_integers_are_no_predictions():

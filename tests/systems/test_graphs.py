@@ -7,6 +7,7 @@ import pytest
 
 from hvd_compress import ConfigError
 from hvd_compress.engines.local import LocalEngine
+from hvd_compress.errors import PayloadError
 from hvd_compress.studies import decentralized as theory
 from hvd_compress.systems import Coordinator
 from hvd_compress.systems.graphs import (
@@ -240,3 +241,14 @@ def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
 def test_bad_options(make, words):
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+def test_damage_names_the_neighbour():
+    method = Diffusion("cycle")
+    network = method.topology.neighborhood(1, 3, 1)
+    update = method.update(np.ones(4), np.ones(4), {}, network)
+    frame = next(update).payload
+    broken = frame.copy()
+    broken[20] ^= 1
+    with pytest.raises(PayloadError, match="rank 2"):
+        update.send([frame, broken])

@@ -1,15 +1,17 @@
 """The frame: its bytes, its size, and that no damage to it goes unnoticed."""
 
 import re
+import struct
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_compress import ConfigError, Context, Gather, PayloadError, TopK
+from hvd_compress import DGC, ConfigError, Context, Gather, PayloadError, TopK
 from hvd_compress.engines.lockstep import reply_to
 from hvd_compress.wire import (
     decode,
@@ -21,6 +23,7 @@ from hvd_compress.wire import (
     sparse_size,
 )
 from hvd_compress.wire.frame import CODECS, index_dtype
+from tests.frames import sealed
 
 VALUES = ("float16", "float32", "float64")
 
@@ -235,11 +238,110 @@ def test_the_last_index_of_a_huge_tensor_is_checked():
         decode_sparse(frame_of([0, n], [1, 2], 2**31), n, "float32", 2, whole=2**31)
 
 
+@pytest.mark.parametrize("count", [4, None], ids=["count known", "count unknown"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("values", VALUES)
+def test_every_flipped_bit_is_noticed(values, codec, count):
+    frame = frame_of([1, 5, 8, 9], [1.0, -2.0, 0.5, 3], 10, values, codec)
+    assert (frame[5] == 3) == (codec == "packed")
+    decode_sparse(frame, 10, values, count)
+    for bit in range(8 * frame.size):
+        damaged = frame.copy()
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(PayloadError, match="bad payload from rank 7"):
+            decode_sparse(damaged, 10, values, count, sender="rank 7")
+
+
+@pytest.mark.parametrize("codec", [*CODECS, "dense"])
+def test_every_changed_byte_is_noticed(codec):
+    if codec == "dense":
+        frame = encode_dense(np.arange(4, dtype=np.float16))
+    else:
+        frame = frame_of([0, 1, 2, 3], np.arange(4), 4, "float16", codec)
+    assert decode(frame, 4, "float16")[1].tolist() == [0, 1, 2, 3]
+    for at in range(frame.size):
+        for value in set(range(256)) - {int(frame[at])}:
+            damaged = frame.copy()
+            damaged[at] = value
+            with pytest.raises(PayloadError):
+                decode(damaged, 4, "float16")
+
+
+@pytest.mark.parametrize("n", [10, 2**31, 2**40])
+def test_packed_bytes_are_checked_behind_a_valid_checksum(n):
+    """Whatever the bytes say, decoding ends in ascending indices within range, or in the error."""
+    good = frame_of([1, 5, 8, 9], [1.0, -2.0, 0.5, 3], n, "float16", "packed")
+    refused = 0
+    for at in range(16, good.size - 8):
+        for value in range(256):
+            frame = good.copy()
+            frame[at] = value
+            try:
+                indices, decoded = decode_sparse(sealed(frame), n, "float16")
+            except PayloadError:
+                refused += 1
+            else:
+                assert indices.size == decoded.size == 4
+                assert (np.diff(indices) > 0).all()
+                assert indices[0] >= 0
+                assert indices[-1] < n
+    assert refused > 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({16: 49}, "without a valid parameter"),
+        ({16: 255}, "without a valid parameter"),
+        ({16: 48}, "packed indices that are not 4"),
+        ({8: 0}, "bytes where 0 packed entries"),
+        ({8: 3}, "packed indices that are not 3"),
+        ({8: 5}, "packed indices that are not 5"),
+        ({8: 40}, "bytes where 40 packed entries"),
+        ({11: 255}, "bytes where 4278190084 packed entries"),
+        ({4: 1}, "another dtype"),
+        ({5: 4}, "another dtype"),
+        ({5: 2}, "another dtype"),
+        ({3: 3}, "no header"),
+        ({6: 1}, "not the 10 elements"),
+        ({2: 1}, "no header of a sparse frame, version 3"),
+    ],
+    ids=str,
+)
+def test_packed_frames_that_lie(changes, problem):
+    frame = frame_of([1, 5, 8, 9], [1.0, -2.0, 0.5, 3], 10, "float16", "packed")
+    for at, value in changes.items():
+        frame[at] = value
+    with pytest.raises(PayloadError, match=problem):
+        decode_sparse(sealed(frame), 10, "float16")
+
+
+def test_packed_indices_beyond_the_tensor():
+    frame = frame_of([1, 5, 8, 9], [1.0, -2.0, 0.5, 3], 10, "float16", "packed")
+    with pytest.raises(PayloadError, match=r"ascending within 0\.\.8"):
+        decode_sparse(frame, 9, "float16", whole=10)
+    with pytest.raises(PayloadError, match="not the 9 elements"):
+        decode_sparse(frame, 9, "float16")
+    with pytest.raises(PayloadError, match="4 entries where 3"):
+        decode_sparse(frame, 10, "float16", 3)
+
+
 def test_what_cannot_be_encoded():
     with pytest.raises(ConfigError, match="codec must be one of 'int32', 'packed'"):
         frame_of([1], [1], 10, codec="elias")
     with pytest.raises(ConfigError, match="ascending"):
         frame_of([5, 1], [1, 2], 10, codec="packed")
+
+
+def test_frames_of_the_wrong_length():
+    frame = frame_of([1, 5, 9], [1.0, -2.0, 0.5], 10)
+    for size in range(frame.size):
+        with pytest.raises(PayloadError, match=r"less than a header|checksum"):
+            decode_sparse(frame[:size], 10, "float32", 3)
+    for more in range(1, 20):
+        longer = np.concatenate([frame, np.zeros(more, np.uint8)])
+        with pytest.raises(PayloadError, match="checksum"):
+            decode_sparse(longer, 10, "float32", 3)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +376,14 @@ def test_indices_that_would_write_elsewhere_have_a_valid_checksum(indices):
         decode_sparse(frame, 10, "float32", 3)
 
 
+def test_an_entry_count_that_overflows_is_no_trap():
+    """The size is computed from this rank's own count, never from the sender's."""
+    frame = frame_of([1], [1.0], 10)
+    frame[8:12] = np.frombuffer(struct.pack("<I", 2**32 - 1), np.uint8)
+    with pytest.raises(PayloadError, match="4294967295 entries where 1"):
+        decode_sparse(sealed(frame), 10, "float32", 1)
+
+
 def at_the_gather(methods, gradients):
     """Exchanges that wait for the reply to their first request, and the payloads they sent."""
     exchanges = [
@@ -283,6 +393,25 @@ def at_the_gather(methods, gradients):
     requests = [next(exchange) for exchange in exchanges]
     assert all(isinstance(request, Gather) for request in requests)
     return exchanges, reply_to(requests)
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize("method", [TopK(density=0.1), DGC(density=0.1, min_size=0)], ids=str)
+def test_a_damaged_payload_names_the_rank(method, culprit, make):
+    gradients = [make(np.random.default_rng(r).normal(size=(8, 9))) for r in range(3)]
+
+    def flip(payload):
+        payload = payload.clone() if isinstance(payload, torch.Tensor) else payload.copy()
+        payload[20] ^= 4
+        return payload
+
+    for damage in (flip, lambda payload: payload[:-8], lambda payload: payload[:0]):
+        exchanges, payloads = at_the_gather([method] * 3, gradients)
+        payloads[culprit] = damage(payloads[culprit])
+        for exchange in exchanges:  # every rank notices
+            with pytest.raises(PayloadError, match=f"from rank {culprit}:"):
+                exchange.send(payloads)
 
 
 def test_ranks_with_other_options_notice():

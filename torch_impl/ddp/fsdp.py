@@ -77,7 +77,7 @@ def trained_of(parts: Sequence[ShardedParameter]) -> list[ShardedParameter]:
 def check_complete(
     trained: Sequence[ShardedParameter], flat: torch.Tensor, name: str, shards: int = 1
 ) -> None:
-    """Raise ``UnsupportedError`` unless a flat gradient has so many shards of these parameters."""
+    """Raise ``UnsupportedError`` unless a flat gradient has this number of shards of all these."""
     if flat.numel() != shards * sum(part.elements for part in trained):
         raise UnsupportedError(
             f"some parameters of {name} have got no gradient in this step, and FSDP2 does not say "

@@ -275,6 +275,21 @@ def test_nan_of_all_workers_is_no_step():
     assert not sim.is_waiting(0)
 
 
+def test_damage_is_noticed_everywhere():
+    rules = Rules(compression="topk:density=0.5")
+    x = {"x": np.arange(8.0)}
+    frame = Link(x, 0, rules).push(x)
+    for i in range(frame.size):
+        damaged = frame.copy()
+        damaged[i] ^= 4
+        with pytest.raises(PayloadError, match="worker 0"):
+            Server(x, SGD(), [0], rules).receive(0, damaged)
+    for size in (0, 10, 24, frame.size - 8):
+        with pytest.raises(PayloadError, match="worker 0"):
+            Server(x, SGD(), [0], rules).receive(0, frame[:size])
+    assert Server(x, SGD(), [0], rules).receive(0, frame)
+
+
 def test_other_models_are_noticed():
     x = {"x": np.arange(8.0)}
     frame = Link(x, 0, Rules()).push(x)
