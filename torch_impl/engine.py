@@ -21,6 +21,13 @@ _LOST = (
 )
 
 
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias of the tensor that refers to it in C++."""
+    alias = tensor.detach()
+    alias.grad = tensor
+    return alias
+
+
 class TorchEngine(NamedEngine):
     """The base class of engines whose collectives work on torch tensors."""
 
@@ -48,17 +55,24 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
         return self._numbered("hvd_compress")
 
     def _launch(self, op: Op) -> Any:
-        # Horovod's thread locks its table of process sets when it ends, and then needs Python's
-        # lock for each tensor that it drops.  To submit is to want the table with Python's lock in
-        # hand, after which neither would move on; to ask first waits for the table without it.
+        # Whoever submits wants Horovod's table of process sets with Python's lock in hand.  While
+        # Horovod's thread ends it has that table, so to ask first waits for it without the lock.
         self._check_is_running()
         try:
-            return self._submit_to_horovod(op)
+            handle = self._submit_to_horovod(op)
         except ValueError as error:
             if "same name" not in str(error):
                 raise
             # Left behind by a set of workers of the same size: elastic training makes another.
             raise self._hvd.mpi_ops.HorovodInternalError(error) from None
+        # The thread may also end after the answer, and then drops all tensors that are pending.
+        # PyTorch 2.13 takes Python's lock for that, and neither would move on, unless the tensor is
+        # held by something in C++, too, as an alias holds its gradient.
+        pending = self._hvd.mpi_ops._handle_map
+        *inputs, outputs = pending[handle]
+        tensors = [*inputs, *(outputs if isinstance(outputs, tuple) else [outputs])]
+        pending[handle] = (*map(_held, tensors), *pending[handle])
+        return handle
 
     def _submit_to_horovod(self, op: Op) -> Any:
         hvd, common = self._hvd, {"name": op.name, "process_set": self._set}

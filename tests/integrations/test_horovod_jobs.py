@@ -122,6 +122,37 @@ def test_a_rank_with_fewer_batches_ends_the_others_with_a_word():
     assert "fewer batches" in output or "one of the ranks finished execution" in output, output
 
 
+SUBMITS_UNTIL_THE_END = """
+import itertools
+import sys
+
+import horovod.torch as hvd
+import torch
+
+from hvd_compress.engines.named import Op
+from torch_impl.engine import HorovodEngine
+
+hvd.init()
+engine = HorovodEngine(hvd, hvd.global_process_set)
+engine._wait(engine._launch(Op("sum", "together", torch.ones(3))))
+if hvd.rank():
+    sys.exit()
+for number in itertools.count():
+    kind = ("sum", "max", "gather", "alltoall")[number % 4]
+    splits = torch.tensor([2, 2], dtype=torch.int32) if kind == "alltoall" else None
+    engine._launch(Op(kind, str(number), torch.ones(5)[1:], splits))
+"""
+
+
+@pytest.mark.parametrize("controller", ["mpirun", pytest.param("gloo", marks=pytest.mark.full)])
+def test_a_rank_that_submits_while_horovod_ends_does_not_wait_for_ever(controller):
+    """Horovod's thread drops what is pending, with its table of process sets in hand."""
+    command = [*jobs.launcher(2, controller), jobs.python(), "-c", SUBMITS_UNTIL_THE_END]
+    status, output = jobs.run(command, timeout=100, check=False)
+    assert status != 0
+    assert "HorovodInternalError" in output, output
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
