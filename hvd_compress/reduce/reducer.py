@@ -247,7 +247,8 @@ class Reducer:
                 f"{self.store.set_epoch_call} at the start of every epoch"
             )
         self._begin_step()
-        self._begin_agreement(next(iter(gradients.values()), _NOTHING))
+        if self.intake.plan:  # else nothing leaves, and nobody may have to wait, before finish()
+            self._begin_agreement(next(iter(gradients.values()), _NOTHING))
         if unused := set(unused):
             self._unused |= unused
             self._undo.keep(unused)
@@ -337,7 +338,9 @@ class Reducer:
         self.clock.awaited()
         try:
             self._begin_step()
-            self._begin_agreement(_NOTHING)  # other ranks may have started something
+            # Other ranks may have started something.
+            started = self._in_flight or self._deferred or self._whole
+            self._begin_agreement(next(iter(started.values()), _NOTHING))
             if self._sharing is not None:
                 self._comparing.compare()
                 whole = next(iter(self._whole.values()), _NOTHING)

@@ -498,6 +498,30 @@ def optimizers_may_be_made_in_another_order_or_on_one_rank_alone() -> None:
         assert_same_everywhere(models[number])
 
 
+def one_backward_for_two_optimizers_of_which_a_rank_has_gradients_of_one() -> None:
+    """Nobody waits in backward, where the last rank is at the other optimizer."""
+    models = [make_model(seed) for seed in range(2)]
+    ranks = {0: range(hvd.size()), 1: range(max(1, hvd.size() - 1))}  # that have gradients
+    optimizers = [distribute(sgd(model), model, NoCompression()) for model in models]
+    references = [make_model(seed) for seed in range(2)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        here = [models[n] for n in ranks if hvd.rank() in ranks[n]]
+        sum(loss_of(model, hvd.rank(), step) for model in here).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for n, reference in enumerate(references):
+        plain = sgd(reference)
+        for step in range(3):
+            plain.zero_grad()
+            losses = [loss_of(reference, rank, step) for rank in ranks[n]]
+            (sum(losses) / hvd.size()).backward()
+            plain.step()
+        assert_close(models[n], reference)
+        assert_same_everywhere(models[n])
+
+
 def empty_parameters() -> None:
     for compression in (DGC(density=0.5, min_size=0), TopK(density=0.5), NoCompression(), "bf16"):
         model = torch.nn.ParameterList([torch.zeros(0, 3), torch.zeros(()), torch.zeros(1, 1)])
