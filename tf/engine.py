@@ -74,10 +74,11 @@ class HorovodEngine(GraphEngine):
         with tf.control_dependencies([all_there]):
             return _identity(result)
 
-    def _sum_bfloat16(self, array: tf.Tensor, name: str) -> Generator[Op, Any, tf.Tensor]:
+    def _sum_bfloat16(self, op: Op) -> Generator[Op, Any, tf.Tensor]:
         """Sum a bfloat16 array.  Horovod cannot add these, but it can carry their bits: every rank
         adds one part, in float32, and gives the rounded sum to all.  This sends as many bytes as a
         ring."""
+        array, name = op.tensor, op.name
         n, size = array.shape[0], self.size
         each = -(-n // size)
         bits = tf.bitcast(tf.pad(array, [[0, each * size - n]]), tf.int16)
@@ -142,8 +143,8 @@ class EagerEngine(HorovodEngine):
     def _splits(self, sizes: Sequence[int]) -> np.ndarray:
         return np.array(sizes, np.int32)
 
-    def _sum_bfloat16(self, array: Any, name: str) -> Any:
-        bits = yield from super()._sum_bfloat16(tf.convert_to_tensor(array), name)
+    def _sum_bfloat16(self, op: Op) -> Any:
+        bits = yield from super()._sum_bfloat16(op._replace(tensor=tf.convert_to_tensor(op.tensor)))
         return bits.numpy()
 
 

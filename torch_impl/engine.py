@@ -117,13 +117,13 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
                 "hvd.shutdown() was called, after which hvd.init() starts it again"
             ) from None
 
-    def _sum_bfloat16(self, array: torch.Tensor, name: str) -> Generator[Op, Any, torch.Tensor]:
+    def _sum_bfloat16(self, op: Op) -> Generator[Op, Any, torch.Tensor]:
         """Sum a bfloat16 array.  Horovod cannot add these, but it can carry their bits: every rank
         adds one part, in float32, and gives the rounded sum to all.  This sends as many bytes as a
         ring."""
-        size, parts = self.size, torch.tensor_split(array.view(torch.int16), self.size)
-        splits = self._splits([part.numel() for part in parts])
-        mine, _ = yield Op("alltoall", f"{name}.scatter", torch.cat(parts), splits)
+        bits, size = op.tensor.view(torch.int16), self.size
+        splits = self._splits([part.numel() for part in torch.tensor_split(bits, size)])
+        mine, _ = yield Op("alltoall", f"{op.name}.scatter", bits, splits)
         summed = mine.view(torch.bfloat16).view(size, -1).float().sum(0)
-        total = yield Op("gather", f"{name}.gather", summed.bfloat16().view(torch.int16))
+        total = yield Op("gather", f"{op.name}.gather", summed.bfloat16().view(torch.int16))
         return total.view(torch.bfloat16)

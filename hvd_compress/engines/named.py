@@ -206,16 +206,17 @@ class NamedEngine(Comparing, Engine, abc.ABC):
         array, xp = request.array, backend_of(request.array)
         if xp.size(array) == 0:
             return array
-        wire, divisor, owned = request.wire, self._divisor(request.wire), request.owned
+        wire, divisor = request.wire, self._divisor(request.wire)
         sent = array if wire is None else xp.cast(array, wire)
         if divisor != 1:
-            sent, owned = xp.divided(sent, divisor), True
+            sent = xp.divided(sent, divisor)
+        op = Op("sum", name, sent, in_place=request.owned or sent is not array)
         if wire is None:
-            total = yield Op("sum", name, sent, in_place=owned)
+            total = yield op
         else:
             add = self._sum_bfloat16 if wire == "bfloat16" else self._sum
             # A sum is multiplied in the array's own dtype: in 16 bits it would not fit again.
-            total = xp.cast((yield from add(sent, name)), xp.dtype(array))
+            total = xp.cast((yield from add(op)), xp.dtype(array))
         return total if divisor == 1 else xp.affine(total, divisor)
 
     def _divisor(self, wire: str | None) -> float:
@@ -301,12 +302,12 @@ class NamedEngine(Comparing, Engine, abc.ABC):
             )
         return cut_at(everything, [size] * self.size)
 
-    def _sum(self, array: Array, name: str) -> Generator[Op, Any, Array]:
-        return (yield Op("sum", name, array))
+    def _sum(self, op: Op) -> Generator[Op, Any, Array]:
+        return (yield op)
 
-    def _sum_bfloat16(self, array: Array, name: str) -> Generator[Op, Any, Array]:
+    def _sum_bfloat16(self, op: Op) -> Generator[Op, Any, Array]:
         """For libraries that cannot add bfloat16."""
-        return (yield Op("sum", name, array))
+        return (yield op)
 
 
 _WAYS: dict[type[Collective], Callable[..., Generator[Op, Any, Any]]] = {

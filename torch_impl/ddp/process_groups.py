@@ -184,10 +184,11 @@ class ReplicaEngine(ProcessGroupEngine):
     """Exchanges between replicas, in which half precisions are added in float32.  The messages have
     16 bits, as many as in a ring, and the sum is rounded once."""
 
-    def _sum(self, array: torch.Tensor, name: str) -> Generator[Op, Any, torch.Tensor]:
+    def _sum(self, op: Op) -> Generator[Op, Any, torch.Tensor]:
+        array, name = op.tensor, op.name
         half = array.dtype in (torch.float16, torch.bfloat16)
         if not half or self.size == 2:  # where there is one addition, which every library rounds so
-            return (yield Op("sum", name, array))
+            return (yield op)
         flat = array.reshape(-1)
         parts = torch.tensor_split(flat, self.size)
         splits = self._splits([part.numel() for part in parts])
