@@ -19,10 +19,17 @@ _LOST = (
     "message, and for what the launcher says of it; the others report after it. A longer time-out "
     "under Gloo: HOROVOD_GLOO_TIMEOUT_SECONDS (30 if not set)"
 )
+_UNSCALED = {"prescale_factor": 1.0, "postscale_factor": 1.0}
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias of the tensor that refers to it in C++."""
+    """Return an alias whose gradient the tensor is, so that C++ refers to it, too.
+
+    When Horovod's thread ends, as it does when another rank has ended, it drops all tensors in
+    flight, and has its locks meanwhile.  PyTorch 2.13 takes Python's lock where Python alone is
+    left with a tensor.  A thread that has this, and submits another tensor, waits for Horovod's
+    locks: neither would move on.
+    """
     alias = tensor.detach()
     alias.grad = tensor
     return alias
@@ -49,43 +56,42 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
     def __init__(self, hvd: Any, process_set: Any, predivide: float = 1.0) -> None:
         super().__init__(process_set, predivide)
         self._hvd = hvd
+        #: aliases of what is in flight, by handle, and of what was when the collectives failed
+        self._in_use: dict[Any, list[torch.Tensor]] = {}
+        self._left: dict[Any, list[torch.Tensor]] = {}
 
     @property
     def prefix(self) -> str:  # type: ignore[override]
         return self._numbered("hvd_compress")
 
     def _launch(self, op: Op) -> Any:
-        # Whoever submits wants Horovod's table of process sets with Python's lock in hand.  While
-        # Horovod's thread ends it has that table, so to ask first waits for it without the lock.
         self._check_is_running()
+        call, tensors, options = self._call(op)
+        held = list(map(_held, tensors))
         try:
-            handle = self._submit_to_horovod(op)
+            handle = call(*tensors, name=op.name, process_set=self._set, **options)
         except ValueError as error:
             if "same name" not in str(error):
                 raise
             # Left behind by a set of workers of the same size: elastic training makes another.
             raise self._hvd.mpi_ops.HorovodInternalError(error) from None
-        # The thread may also end after the answer, and then drops all tensors that are pending.
-        # PyTorch 2.13 takes Python's lock for that, and neither would move on, unless the tensor is
-        # held by something in C++, too, as an alias holds its gradient.
-        pending = self._hvd.mpi_ops._handle_map
-        *inputs, outputs = pending[handle]
-        tensors = [*inputs, *(outputs if isinstance(outputs, tuple) else [outputs])]
-        pending[handle] = (*map(_held, tensors), *pending[handle])
+        self._in_use[handle] = held
         return handle
 
-    def _submit_to_horovod(self, op: Op) -> Any:
-        hvd, common = self._hvd, {"name": op.name, "process_set": self._set}
+    def _call(self, op: Op) -> tuple[Any, list[torch.Tensor], dict[str, Any]]:
+        """Return a function of Horovod with its inputs and outputs, which its public ones would
+        make where nobody could hold them, and its options."""
+        hvd, x = self._hvd, op.tensor
         if op.splits is not None:
-            return hvd.alltoall_async(op.tensor, op.splits, **common)
-        if op.kind == "sum":
-            reduce = hvd.allreduce_async_ if op.in_place else hvd.allreduce_async
-            return reduce(op.tensor, op=hvd.Sum, **common)
-        if op.kind == "max":
-            return hvd.allreduce_async(op.tensor, op=hvd.Max, **common)
+            tensors = [x, op.splits, x.new_empty(0), op.splits.new_empty(0)]
+            return hvd.mpi_ops._alltoall_async, tensors, {}
+        if op.kind not in ("sum", "max", "broadcast"):
+            return hvd.mpi_ops._allgather_async, [x, x.new_empty(0)], {}
+        tensors = [x, x if op.in_place else x.new_empty(x.shape)]
         if op.kind == "broadcast":
-            return hvd.broadcast_async(op.tensor, self._global_rank(op.root), **common)
-        return hvd.allgather_async(op.tensor, **common)
+            return hvd.mpi_ops._broadcast_async, tensors, {"root_rank": self._global_rank(op.root)}
+        options = {"op": hvd.Sum if op.kind == "sum" else hvd.Max}
+        return hvd.mpi_ops._allreduce_async, tensors, options | _UNSCALED
 
     def _wait(self, handle: Any) -> Any:
         if not self._hvd.poll(handle):
@@ -96,18 +102,25 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
                 if not self._hvd.poll(handle):
                     raise
         try:
-            return self._hvd.synchronize(handle)
+            result = self._hvd.synchronize(handle)
         except self._hvd.mpi_ops.HorovodInternalError as error:
             if not any(word in str(error).lower() for word in ("shut down", "gloo", "connection")):
                 raise
             raise type(error)(f"{error}\n{_LOST}") from error
+        del self._in_use[handle]
+        return result
+
+    def abandon(self) -> None:
+        super().abandon()
+        # Horovod's thread may not have dropped them yet.
+        self._in_use, self._left = {}, self._in_use
 
     def _has_come(self, handle: Any) -> bool:
         return bool(self._hvd.poll(handle))
 
     def _check_is_running(self) -> None:
         """Raise ``HorovodInternalError`` if Horovod's thread has ended, as it does when a worker
-        dies: it makes all process sets void."""
+        dies: it makes all process sets void but the global one."""
         try:
             self._set.size()
         except ValueError:

@@ -31,6 +31,7 @@ from hvd_compress.methods.dense import NoCompression
 from hvd_compress.requests import Sum
 from hvd_compress.schedules import After, Start, as_start, started
 from hvd_compress.transforms import averaged_momentum, error_feedback
+from hvd_compress.transforms.momentum import check_momentum
 
 
 def check_freeze_step(steps: Any) -> None:
@@ -80,7 +81,7 @@ class OneBitAdamCompression(Chained, name="onebit_adam"):
 
     reference = "Tang et al., ICML 2021"
 
-    beta1: float = 0.9
+    beta1: float = checked(check_momentum, 0.9)
     freeze_step: Start = dataclasses.field(default=100_000, metadata=converted(as_freeze_step))
     norm: str = "l1"
     min_size: int = checked(check_min_size, 1024)
