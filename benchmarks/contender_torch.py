@@ -169,7 +169,7 @@ class DDP(Contender):
 
     BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
-    def __init__(self, name: str, weights: Gradients, hook: str) -> None:
+    def __init__(self, name: str, weights: Gradients, hook: str, **options: Any) -> None:
         super().__init__(name, weights)
         start_process_group()
         group = dist.new_group()
@@ -191,7 +191,8 @@ class DDP(Contender):
         elif hook != "fp32":
             method = hvd.as_compressor(hook)
             momentum = MOMENTUM if method.takes_momentum else None
-            state = hvd.DDPState(method, module, process_group=group, momentum=momentum)
+            options |= {"process_group": group, "momentum": momentum}
+            state = hvd.DDPState(method, module, **options)
             module.register_comm_hook(state, hvd.ddp_hook)
             self.compression = state
 
@@ -337,7 +338,11 @@ USUAL = (
     *("powersgd package", "plain top-k", "original DGC", "fp16", "powersgd:rank=2"),
     *("topk:density=0.001", "dgc:density=0.001", "dgc:compact"),
 )
-ENDS = {", sparse step": {"sparse_step": True}, " over MPI": {"over": over_mpi}}
+ENDS = {
+    ", sparse step": {"sparse_step": True},
+    ", nodes": {"nodes": "auto"},
+    " over MPI": {"over": over_mpi},
+}
 
 
 def contender(name: str, weights: Gradients, checkout: Path | None = None) -> Contender:
@@ -352,17 +357,17 @@ def contender(name: str, weights: Gradients, checkout: Path | None = None) -> Co
         return own[name](name, weights)
     if name == "original DGC":
         return original_dgc(name, weights, checkout)
-    kind, _, rest = name.partition(" ")
-    if kind == "DDP":
-        return DDP(name, weights, rest)
-    if kind == "Horovod":
-        compressions = {"fp32": hvd.Compression.none, "fp16": hvd.Compression.fp16}
-        return Wrapped(name, weights, compressions[rest])
     options: dict[str, Any] = {}
     method = name
     for end, more in ENDS.items():
         if method.endswith(end):
             method, options = method.removesuffix(end), options | more
+    kind, _, rest = method.partition(" ")
+    if kind == "DDP":
+        return DDP(name, weights, rest, **options)
+    if kind == "Horovod":
+        compressions = {"fp32": hvd.Compression.none, "fp16": hvd.Compression.fp16}
+        return Wrapped(name, weights, compressions[rest])
     if "over" in options:
         over_mpi.init()
     return Wrapped(name, weights, hvd.as_compressor(method), **options)

@@ -65,7 +65,7 @@ add(
     nargs="+",
     metavar="ROW",
     help='rows, or methods such as topk:density=0.01; "DDP fp8": as a hook; "dgc over MPI"; '
-    '"dgc, sparse step"',
+    '"dgc, sparse step"; "DDP dgc, nodes": ranks of a host share one exchange',
 )
 add("--dgc", type=Path, metavar="PATH", help='a checkout of DGC\'s authors, for "original DGC"')
 add("--rounds", type=int, default=15, help="samples of each row")
