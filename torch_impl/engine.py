@@ -107,7 +107,7 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
             if not any(word in str(error).lower() for word in ("shut down", "gloo", "connection")):
                 raise
             raise type(error)(f"{error}\n{_LOST}") from error
-        del self._in_use[handle]
+        self._in_use.pop(handle, None)
         return result
 
     def abandon(self) -> None:
