@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hvd_compress.torch as hvd
 from hvd_compress.codecs import float8, linear
+from hvd_compress.errors import CollectiveTimeout
+from hvd_compress.torch.ddp import lost_ranks
 from hvd_compress.torch.ddp.fsdp import ShardedParameter
 from hvd_compress.torch.shards import hops
 from tests import jobs, shards_worker
@@ -139,6 +145,23 @@ def test_launches_do_not_grow_with_the_ranks_and_the_host_waits_for_nothing(opti
         assert total.bytes_sent < total.dense_bytes
         found.append(number)
     assert found[0] == found[1]
+
+
+@pytest.mark.timeout(60)
+def test_a_store_that_is_silent_ends_the_wait_for_other_ranks(monkeypatch):
+    """PyTorch asks it without a time-out, and its process may be stopped."""
+    goes_on = threading.Event()
+    store = SimpleNamespace(timeout=timedelta(seconds=0.1), add=lambda *_: goes_on.wait())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        monkeypatch.setattr(lost_ranks, "_PATIENCE", 0.1)
+        monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+        words = r"forget_parameters\(\) was called on rank 0, and the job's store, .* is silent"
+        with pytest.raises(CollectiveTimeout, match=words):
+            lost_ranks.meet(dist.group.WORLD, "forget_parameters()")
+    finally:
+        goes_on.set()
+        dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -4,9 +4,10 @@ a connection, and names no rank."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from hvd_compress.errors import CollectiveTimeout
 
 #: seconds in which ranks that fail as well say so, and for the last of them: it may be the lost
 _PATIENCE, _LAST = 2.0, 0.1
+_SILENT = "the job's store, which rank 0 or the launcher has, is silent"
 _WHAT = (
     "It has ended, is stopped, waits elsewhere, or the network to it is down: look for its own "
     "message, and for what the launcher says of it. A longer time-out: "
@@ -57,29 +59,53 @@ def meet(group: Any, call: str) -> None:
         rank: f"hvd_compress/calls/{group.group_name}/{call}/{rank}"
         for rank in dist.get_process_group_ranks(group)
     }
-    own, end = store.add(keys[me], 1), time.monotonic() + limit
-    while missing := [str(rank) for rank, key in keys.items() if store.add(key, 0) < own]:
-        if time.monotonic() > end:
-            store.add(keys[me], -1)
-            raise CollectiveTimeout(
-                f"{call} was called on rank {me}, and in {limit:.0f} seconds not on rank "
-                f"{', '.join(missing)}: call it on all ranks that share the model, at the same "
-                "place"
-            )
-        time.sleep(0.01)
+    missing, errors = set(keys), list[RuntimeError]()
+
+    def ask() -> None:
+        try:
+            own, end = store.add(keys[me], 1), time.monotonic() + limit
+            while True:
+                came = [rank for rank in missing if store.add(keys[rank], 0) >= own]
+                missing.difference_update(came)
+                if not missing:
+                    return
+                if time.monotonic() > end:
+                    store.add(keys[me], -1)
+                    return
+                time.sleep(0.01)
+        except RuntimeError as error:
+            errors.append(error)
+
+    is_answered = _in_time(ask, limit + _PATIENCE)
+    if errors:
+        raise errors[0]
+    if not is_answered:
+        raise CollectiveTimeout(f"{call} was called on rank {me}, and {_SILENT}. {_WHAT}")
+    if missing:
+        ranks = ", ".join(map(str, sorted(missing)))
+        raise CollectiveTimeout(
+            f"{call} was called on rank {me}, and in {limit:.0f} seconds not on rank {ranks}: call "
+            "it on all ranks that share the model, at the same place"
+        )
+
+
+def _in_time(ask: Callable[[], None], seconds: float) -> bool:
+    """Run a function that asks the job's store; return whether it has come to its end in time.  A
+    thread runs it, since there is no end to the wait for a store whose process is stopped."""
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _words(group: Any) -> str:
     me = dist.get_rank()
     silent = set(dist.get_process_group_ranks(group or dist.group.WORLD)) - {me}
     answers = threading.Event()
-    # A thread, since there is no end to the wait for a store whose process is stopped.
-    thread = threading.Thread(target=_listen, args=(me, silent, answers), daemon=True)
-    thread.start()
-    thread.join(_PATIENCE + 1)
+    _in_time(functools.partial(_listen, me, silent, answers), _PATIENCE + 1)
     start = f"hvd_compress: a collective failed on rank {me} of {dist.get_world_size()}"
     if not answers.is_set():
-        return f"{start}, and the job's store, which rank 0 or the launcher has, is silent. {_WHAT}"
+        return f"{start}, and {_SILENT}. {_WHAT}"
     if not silent:
         return f"{start}, and on all others"
     names = ", ".join(f"rank {rank}" for rank in sorted(silent))
