@@ -52,6 +52,18 @@ def models_and_batches_that_differ_are_told() -> None:
 
 
 @applies(least=2)
+def a_rank_with_nothing_to_send_is_told_that_others_differ() -> None:
+    model = make_model(hvd.rank())
+    codistillation = hvd.Codistillation(model, every=1)
+    codistillation.loss(*_task(model, hvd.rank(), 0))
+    if hvd.rank() == 0:
+        model.requires_grad_(False)
+    codistillation.loss(*_task(model, hvd.rank(), 1))  # what was trained before is sent once more
+    with raises(MismatchError, "model", "rank 0: 0: "):
+        codistillation.loss(*_task(model, hvd.rank(), 2))
+
+
+@applies(least=2)
 def what_is_frozen_is_sent_once() -> None:
     own = student(oracle.others_weights(hvd.rank()), every=1)
     model, sent = own.model, []

@@ -138,7 +138,9 @@ class Codistiller(Owner):
             sent = {name: x for name, x in own.items() if name in due}
             self._changing = names
             self._agree(model=listed((n, backend_of(x).shape(x)) for n, x in sent.items()))
-            if sent:
+            if not sent:
+                self.engine.compare()  # others may send something
+            else:
                 self._count(list(sent.values()))
                 found = self._ask(exchange(sent, peers, self.method.values))
                 for source, new in zip(peers.sources, found, strict=True):
