@@ -142,7 +142,8 @@ class Buckets:
             self._begin([n for n in names if n not in self._entries and n not in self._sent])
         engine.check_step(
             lambda: [f"{name} by {self._look(name).first}" for name in self._sorted()],
-            planned=self.bucket_of.keys() >= self._started.keys(),
+            # A rank that has nothing says so, where others may have something.
+            planned=bool(self.bucket_of) and self.bucket_of.keys() >= self._started.keys(),
             like=like,
         )
         while (bucket := self.next) is not None:  # some of it did not come in this step

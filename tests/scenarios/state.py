@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hvd_compress import Gather, Outcome, Sum
-from hvd_compress.torch import DGC, LGC, ConfigError, NoCompression, TopK
+from hvd_compress.torch import DGC, LGC, ConfigError, MismatchError, NoCompression, TopK
 from hvd_compress.torch.distributed.compressed_optimizer import _is_ready
 from hvd_compress.torch.state.checkpoint import broadcast, local_state_dict
 from tests.mutations import mutations, same
@@ -143,6 +143,19 @@ def consolidation_leaves_the_run_alone() -> None:
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
     assert len(_warnings_of(optimizer.state_dict)) == (hvd.size() > 1)  # those means are stale
+
+
+@applies(least=2)
+def a_state_that_one_rank_alone_has_loaded_has_no_mean() -> None:
+    """Others have nothing to send, and would go on without it."""
+    _, trained = _clone_run(SPARSE)
+    trained.consolidate_state_dict()
+    saved, model = trained.state_dict(), make_model()
+    optimizer = distribute(sgd(model), model, SPARSE)
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(saved)
+    with raises(MismatchError, "rank 0: .*residual", "rank 1"):
+        optimizer.consolidate_state_dict()
 
 
 @applies(least=2)  # from all ranks to one fewer
