@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from hvd_compress.agreement import Terms
 from hvd_compress.engines.named import NamedEngine, Op, ProcessSetEngine
+from hvd_compress.integrations.environment import compare
 from hvd_compress.requests import Collective
 
 from .backend import from_numpy
@@ -33,6 +36,12 @@ def _held(tensor: torch.Tensor) -> torch.Tensor:
     alias = tensor.detach()
     alias.grad = tensor
     return alias
+
+
+def gather_bytes(hvd: Any, own: bytes, name: str, process_set: Any) -> bytes:
+    """Return the bytes of all ranks, end to end."""
+    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    return bytes(hvd.allgather(mine, name=name, process_set=process_set).tolist())
 
 
 class TorchEngine(NamedEngine):
@@ -63,6 +72,11 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
     @property
     def prefix(self) -> str:  # type: ignore[override]
         return self._numbered("hvd_compress")
+
+    def agree(self, terms: Terms, like: torch.Tensor, at_once: bool = False) -> None:
+        if not self._agreed_once:  # a rank whose script names no compression waits for this
+            compare(self._hvd, self._set, functools.partial(gather_bytes, self._hvd), is_named=True)
+        super().agree(terms, like, at_once)
 
     def _launch(self, op: Op) -> Any:
         self._check_is_running()

@@ -30,6 +30,8 @@ Gather = Callable[[bytes, str, Any], bytes]
 #: process sets whose ranks were found to agree; the same on all of their ranks
 compared: set[Any] = set()
 _said: set[str] = set()
+#: what ranks tell instead of the variable
+_NAMED = "the script names one"
 
 
 def chosen(compression: Any, none: Any, rank: Callable[[], int]) -> Any:
@@ -53,11 +55,13 @@ def is_named(compression: Any, none: Any) -> bool:
     return compression is not None and compression is not none
 
 
-def compare(hvd: Any, process_set: Any, gather: Gather) -> None:
+def compare(hvd: Any, process_set: Any, gather: Gather, is_named: bool = False) -> None:
     """Compare the variable over the ranks, the first time that it decides for a process set.
 
     Args:
         hvd: a module of Horovod.
+        is_named: the script has named a compression here, and ranks where it has not would wait
+            for this one.
 
     Raises:
         MismatchError: on every rank, if it is not the same.
@@ -70,21 +74,24 @@ def compare(hvd: Any, process_set: Any, gather: Gather) -> None:
     key = hvd.__name__, process_set.process_set_id, tuple(process_set.ranks)
     if key in compared or process_set.size() == 1:
         return
-    own = os.environ.get(VARIABLE, "").strip().encode()
-    frame = encode_bytes(own, VARIABLE)
+    own = _NAMED if is_named else os.environ.get(VARIABLE, "").strip()
+    frame = encode_bytes(own.encode(), VARIABLE)
     frames = gather(frame.tobytes(), "hvd_compress.environment", process_set)
     everyones = decode_end_to_end(np.frombuffer(frames, np.uint8), VARIABLE)
     texts = [text.decode() for text in everyones]
     if len(set(texts)) > 1:
-        lines = by_rank(repr(text) if text else "not set" for text in texts)
+        lines = by_rank(
+            text if text == _NAMED else repr(text) if text else "not set" for text in texts
+        )
         raise MismatchError(
             "\n".join(
                 [
-                    f"the ranks differ in {VARIABLE}, and the script names no compression:",
+                    f"the ranks differ in {VARIABLE}, where the script names no compression:",
                     *lines,
                     f"Set it on all ranks; mpirun of Open MPI hands it to other hosts only with "
                     f"-x {VARIABLE}. Or name the compression in the script",
                 ]
             )
         )
-    compared.add(key)
+    if not is_named:
+        compared.add(key)

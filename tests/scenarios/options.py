@@ -22,7 +22,7 @@ from hvd_compress.torch import (
     UnsupportedError,
 )
 from tests.devices import DEVICE
-from tests.scenarios import horovod_only
+from tests.scenarios import applies, horovod_only
 from tests.scenarios.common import (
     assert_close,
     assert_same_everywhere,
@@ -420,6 +420,19 @@ def an_environment_of_some_ranks_only_is_an_error_on_all() -> None:
     hvd.DistributedOptimizer(sgd(model))
 
 
+@horovod_only
+@applies(least=2)
+def a_compression_that_some_ranks_name_is_an_error_on_all() -> None:
+    """Ranks that name none have Horovod's own optimizer, which knows nothing of exchanges."""
+    compared.clear()
+    model = make_model()
+    with raises(MismatchError, "rank 0: the script names one", "1.*: not set"):
+        if hvd.rank() == 0:
+            train(model, distribute(sgd(model), model, TopK(density=0.1)), range(1))
+        else:
+            hvd.DistributedOptimizer(sgd(model))
+
+
 def the_environment_names_a_method_for_scripts_that_say_none() -> None:
     modules = [hvd] if over == "mpi" else [hvd, horovod.torch]
     with environment("topk:density=0.05") as lines:
@@ -520,6 +533,17 @@ def one_backward_for_two_optimizers_of_which_a_rank_has_gradients_of_one() -> No
             plain.step()
         assert_close(models[n], reference)
         assert_same_everywhere(models[n])
+
+
+@applies(least=2)
+def groups_that_differ_are_an_error() -> None:
+    """Each rank would wait for a bucket that others do not make."""
+    model = make_model()
+    groups = [list(model.parameters())[:2]] if hvd.rank() else None
+    optimizers = []
+    with raises(MismatchError, "groups", "rank 0: nothing", "1.*: .*0.weight, 0.bias"):
+        optimizers.append(distribute(sgd(model), model, SPARSE, groups=groups))
+        train(model, optimizers[0], range(1))
 
 
 def empty_parameters() -> None:

@@ -18,6 +18,7 @@ from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import as_compressor
 from hvd_compress.reduce.nodes import Node
 
+from ..engine import gather_bytes
 from ..parameters import Groups, Parameter, check_groups, names_of_parameters
 from ..state.momentum import check_group, check_sparse_step
 from ..systems.optimizer import check_users, train_locally
@@ -44,9 +45,7 @@ def wrap_factory(
     """
     signature = with_options(factory, seed=0, sparse_step=False, method=None, nodes=None)
 
-    def gather(own: bytes, name: str, process_set: Any) -> bytes:
-        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        return bytes(hvd.allgather(mine, name=name, process_set=process_set).tolist())
+    gather = functools.partial(gather_bytes, hvd)
 
     @in_place_of(factory)
     def DistributedOptimizer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
