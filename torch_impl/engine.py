@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -134,15 +135,20 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
 
     def _check_is_running(self) -> None:
         """Raise ``HorovodInternalError`` if Horovod's thread has ended, as it does when a worker
-        dies: it makes all process sets void but the global one."""
+        ends.  Then no process set has ranks, though the global one keeps its size.  A thread that
+        is about to end is waited for."""
+        library = self._hvd.mpi_ops._basics.MPI_LIB_CTYPES
         try:
-            self._set.size()
+            ranks = (ctypes.c_int * self._set.size())()
+            has_ended = library.horovod_process_set_ranks(self._set.process_set_id, ranks) != 0
         except ValueError:
+            has_ended = True
+        if has_ended:
             raise self._hvd.mpi_ops.HorovodInternalError(
                 "Horovod no longer runs: a rank has ended, perhaps because it had fewer batches "
                 "(give all ranks equally many) or failed (hvd.elastic.run goes on without it); or "
                 "hvd.shutdown() was called, after which hvd.init() starts it again"
-            ) from None
+            )
 
     def _sum_bfloat16(self, op: Op) -> Generator[Op, Any, torch.Tensor]:
         """Sum a bfloat16 array.  Horovod cannot add these, but it can carry their bits: every rank

@@ -81,6 +81,38 @@ def test_nothing_waits_for_horovod_after_its_thread_has_ended():
     jobs.run([jobs.python(), "-c", AFTER_THE_END], timeout=60)
 
 
+AFTER_THE_END_OF_ANOTHER = """
+import sys
+
+import horovod.torch as hvd
+import torch
+from hvd_compress.engines.named import Op
+from torch_impl.engine import HorovodEngine
+
+hvd.init()
+engine = HorovodEngine(hvd, hvd.global_process_set)
+engine._wait(engine._launch(Op("sum", "together", torch.ones(3))))
+if hvd.rank():
+    sys.exit()
+try:
+    engine._wait(engine._launch(Op("sum", "alone", torch.ones(3))))
+except hvd.mpi_ops.HorovodInternalError:
+    hvd.poll = lambda handle: False  # as for what came into Horovod's queue too late
+    try:
+        engine._wait(-1)
+    except hvd.mpi_ops.HorovodInternalError as error:
+        assert "no longer runs" in str(error), error
+        print("too late")
+"""
+
+
+def test_nothing_waits_for_horovod_after_another_rank_has_ended():
+    """Its thread ends on all ranks, and the global process set keeps its size."""
+    command = [*jobs.launcher(2, "mpirun"), jobs.python(), "-c", AFTER_THE_END_OF_ANOTHER]
+    _, output = jobs.run(command, timeout=60, check=False)
+    assert "too late" in output, output
+
+
 def test_a_rank_that_is_lost_is_the_likely_cause():
     """The errors in which Horovod speaks of connections; of all others it says itself what is
     wrong."""
