@@ -192,7 +192,6 @@ PAGES_THAT_RUN = (
     "docs/decentralized.md",
     "docs/first-run.md",
     "docs/fsdp.md",
-    "docs/migration.md",
     "docs/mpi.md",
     "docs/mpi-training.md",
     "docs/measures.md",
