@@ -16,6 +16,7 @@ from hvd_compress.backends import halves
 from hvd_compress.errors import CompressionError, ConfigError, MismatchError
 from hvd_compress.mpi.dense import ALGORITHMS
 from hvd_compress.mpi.dense.running import blocks
+from hvd_compress.mpi.transport.handles import Family
 from hvd_compress.requests.algorithms import DENSE as REQUESTED
 from tests.mpi.test_simulated import assert_same, entries, numbers, orders
 from tests.simulated_mpi import Simulation
@@ -159,6 +160,21 @@ def test_sparse_calls(name, data):
     results = Simulation(size, *data.draw(orders)).run(rank)
     all_alike(results)
     assert isinstance(results[0], CompressionError) == (bad is not None)
+
+
+def test_garbage_may_be_collected_while_a_rank_looks_at_what_it_has_dropped():
+    class Owner:
+        pass
+
+    class Looked:
+        has_broken = property(lambda self: bool(owners.clear()))
+
+    family, owners = Family(), [Owner(), Owner(), Owner()]
+    for owner in owners:
+        family.add(owner, Looked())
+    del owner, owners[0]
+    assert family.dropped() == [0]
+    assert family.dropped() == [0, 1, 2]
 
 
 def test_the_others_hear_what_is_wrong_on_one():

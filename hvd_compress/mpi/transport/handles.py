@@ -83,7 +83,8 @@ class Family:
             gc.collect()  # reducers and engines are parts of cycles
             self._many = max(_MANY, 2 * (len(self._handles) - len(self._dropped)))
         self._dropped.intersection_update(self._handles)  # the set that finalizers know
-        return sorted(n for n in self._dropped if not self._handles[n].has_broken)
+        found = sorted(self._dropped)  # to which they add whenever garbage is collected
+        return [n for n in found if n in self._handles and not self._handles[n].has_broken]
 
     def free(self, numbers: Iterable[int]) -> None:
         """Free those that all ranks have dropped, with all that was made from them.  A child keeps
