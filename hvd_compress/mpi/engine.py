@@ -34,7 +34,7 @@ from hvd_compress.mpi.transport.arrays import HALVES
 from hvd_compress.mpi.transport.channel import Channel, exchange
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Algorithm, Work, wait_for
-from hvd_compress.mpi.tuning.choosing import dense_of_exchange, sparse_of_exchange
+from hvd_compress.mpi.tuning.choosing import alone, dense_of_exchange, sparse_of_exchange
 from hvd_compress.requests import (
     Alltoall,
     Broadcast,
@@ -76,7 +76,7 @@ def _reduce(request: Sum | Max, comm: Communicator, tag: int, predivide: float) 
         algorithm = ALGORITHMS[name]
     else:
         nbytes = own.nbytes // 2 if is_rounded_late else own.nbytes
-        algorithm = dense_of_exchange(comm, name, nbytes, dtype)
+        algorithm = yield from alone(comm, lambda: dense_of_exchange(comm, name, nbytes, dtype))
     algorithms = blocks(comm, algorithm, own, dtype, total, op, tag=tag)
     if len(algorithms) == 1:
         yield from algorithms[0]
@@ -92,7 +92,7 @@ def _reduce(request: Sum | Max, comm: Communicator, tag: int, predivide: float) 
 
 
 def _sparse_sum(request: SparseSum, comm: Communicator, tag: int, predivide: float) -> Algorithm:
-    run = sparse_of_exchange(comm, request.algorithm)
+    run = yield from alone(comm, lambda: sparse_of_exchange(comm, request.algorithm))
     options = request.wire, "packed", "sum"
     form, brought, rounded_off, like = prepare(request.sparse, request.n, comm, *options)
     channel = Channel(comm, tag)

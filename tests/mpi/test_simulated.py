@@ -25,7 +25,7 @@ from hvd_compress.mpi.dense.payloads import alltoall, broadcast, gather
 from hvd_compress.mpi.engine import MpiEngine
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.transport import channel
-from hvd_compress.requests import SparseSum, Sum
+from hvd_compress.requests import Max, SparseSum, Sum
 from hvd_compress.requests.algorithms import DENSE as TAGGED
 from tests.mpi_scenarios import MODULES
 from tests.scenarios import names
@@ -463,6 +463,25 @@ def test_a_message_that_cannot_be_read_breaks_the_communicator():
             engine.start("b", sums())
 
     Simulation(2).run(rank)
+
+
+@pytest.mark.parametrize("algorithm", ["hierarchical", "auto"])
+@pytest.mark.parametrize("order", [("last", 0), *(("random", number) for number in range(6))])
+def test_exchanges_may_come_to_their_first_choice_in_any_order(algorithm, order):
+    """The choice is a collective, and other exchanges move on while a rank waits for the others."""
+
+    def rank():
+        engine = MpiEngine(mpi.Communicator())
+
+        def two_rounds(n):
+            yield Max(np.ones(1, "f4"))
+            return (yield Sum(np.ones(n, "f4"), algorithm=algorithm))
+
+        for n in range(1, 4):
+            engine.start(str(n), two_rounds(n))
+        return [total.sum() for total in engine.finish().values()]
+
+    assert Simulation(3, *order).run(rank) == [[3, 6, 9]] * 3
 
 
 @pytest.mark.parametrize("absent", [2, 3])

@@ -126,6 +126,7 @@ class Communicator:
         self.calls = 0
         self.notes: dict[int, str] = {}  # by the rank that has left it, see notes.py
         self._tuning = _Tuning()
+        self.is_choosing = False  # an exchange, see choosing.py
         self._nodes: dict[int | None, Any] = {}  # see nodes.py
         self._made_from: Communicator | None = None  # which lives as long as this one
         self._family = family_of(comm)

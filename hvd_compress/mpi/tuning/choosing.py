@@ -8,6 +8,8 @@ everywhere.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Generator
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,9 +26,28 @@ from hvd_compress.mpi.transport.arrays import HALVES
 from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.nodes import nodes_of
+from hvd_compress.mpi.transport.progress import Wait
 from hvd_compress.mpi.tuning.cost_model import CostModel
 from hvd_compress.mpi.tuning.measuring import model_of
 from hvd_compress.requests import algorithms
+
+T = TypeVar("T")
+
+
+def alone(comm: Communicator, choose: Callable[[], T]) -> Generator[Wait, None, T]:
+    """Return what ``choose`` returns, which may wait for other ranks.
+
+    Other exchanges move on meanwhile.  One that comes to a choice of its own waits for this one.
+    Another rank may make that choice first, and ranks would wait for each other in two of them.
+    """
+    while comm.is_choosing:
+        yield Wait([], [], "choosing an algorithm")
+    comm.is_choosing = True
+    try:
+        return choose()
+    finally:
+        comm.is_choosing = False
+
 
 # -- dense -----------------------------------------------------------------------------------------
 
