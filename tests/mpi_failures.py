@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import mpi
+from hvd_compress.mpi import objects, process_sets
 from hvd_compress.reduce import Reducer
 from hvd_compress.requests.algorithms import DENSE
 from hvd_compress.systems import Coordinator
@@ -82,6 +83,26 @@ def a_rank_does_not_come_to_make_one() -> None:
     sys.exit(1)
 
 
+def a_rank_makes_another_call_than_init() -> None:
+    """It has what all others have made until then."""
+    if mpi.MPI.COMM_WORLD.rank == CULPRIT:
+        comm = mpi.Communicator(timeout=TIMEOUT)
+        report("allreduce", lambda: mpi.allreduce(np.ones(3), comm=comm))
+    else:
+        report("init", process_sets.init)
+    stay_until_all_have_reported()
+
+
+def a_rank_removes_what_others_use() -> None:
+    process_sets.init()
+    pair = process_sets.add_process_set([0, CULPRIT])
+    if mpi.MPI.COMM_WORLD.rank == CULPRIT:
+        report("remove", lambda: process_sets.remove_process_set(pair))
+    else:
+        report("gather", lambda: objects.allgather_object(None))
+    stay_until_all_have_reported()
+
+
 def a_rank_is_killed() -> None:
     comm = mpi.Communicator(timeout=TIMEOUT)
     x = np.ones(4_000_000, np.float32)
@@ -131,6 +152,21 @@ def a_rank_has_an_error_of_its_own() -> None:
     if comm.rank == CULPRIT:
         raise RuntimeError("an error of this rank alone")
     mpi.allreduce(np.ones(10), algorithm="ring", comm=comm)
+
+
+def a_rank_has_an_error_before_there_is_a_communicator() -> None:
+    if mpi.MPI.COMM_WORLD.rank == CULPRIT:
+        raise RuntimeError("an error of this rank alone")
+    mpi.Communicator(timeout=600)
+
+
+def streams_are_closed() -> None:
+    """When a rank ends, which cannot wait for the one that sleeps."""
+    comm = mpi.Communicator(timeout=TIMEOUT)
+    if comm.rank == CULPRIT:
+        time.sleep(300)
+    with Path(os.devnull).open("w") as sys.stdout:
+        mpi.allreduce(np.ones(3), comm=comm)
 
 
 def a_rank_takes_fewer_steps() -> None:
@@ -205,9 +241,13 @@ CASES: dict[str, Callable[[], None]] = {
     "sleeps": lambda: a_rank_sleeps(checks=20),
     "sleeps-unchecked": lambda: a_rank_sleeps(checks=0),
     "sleeps-making": a_rank_does_not_come_to_make_one,
+    "inits": a_rank_makes_another_call_than_init,
+    "removes": a_rank_removes_what_others_use,
     "killed": a_rank_is_killed,
     "broken": broken_is_broken,
     "error": a_rank_has_an_error_of_its_own,
+    "error-before": a_rank_has_an_error_before_there_is_a_communicator,
+    "closed": streams_are_closed,
     "node": a_node_breaks_the_whole,
     "elsewhere": a_rank_goes_on_with_something_else,
     "ends-early": a_rank_ends_early,

@@ -129,6 +129,16 @@ def ends_early() -> None:
     found_by(worker, done)
 
 
+def forgets() -> None:
+    """Workers take steps outside of the statement, and end."""
+    worker = mpi.ParameterServer(start(), SGD(lr=0.1), worker_timeout=TIMEOUT)
+    if worker.is_server:
+        with worker:
+            found_by(worker)
+    else:
+        worker.step(gradient(worker.rank, worker.parameters, 0))
+
+
 def damaged() -> None:
     """A bit of a gradient changes on its way."""
     worker = mpi.ParameterServer(start(), SGD(lr=0.1))
@@ -211,6 +221,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "well": all_well,
     "damaged": damaged,
+    "forgets": forgets,
     "server-hangs": a_server_hangs,
 }
 

@@ -123,6 +123,7 @@ def init(
     if global_process_set.comm is None:
         global _on_node
         global_process_set.comm = Communicator(comm)
+        global_process_set.comm.agree("init()", always=True)  # the rest has no time-out
         node = global_process_set.comm.mpi.Split_type(MPI.COMM_TYPE_SHARED)
         _on_node = (node.rank, node.size)
         node.Free()
@@ -201,6 +202,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         raise no_process_set(process_set)
     if process_set not in _made:
         return False
+    call = f"remove_process_set({process_set.ranks})"
+    global_process_set.communicator.agree(call, always=True)
     _made.remove(process_set)
     process_set.free()
     return True

@@ -71,6 +71,23 @@ def a_rank_that_makes_no_communicator_is_waited_for_no_longer_than_others(job):
         assert f"a message from rank {CULPRIT} " in engine[1]
 
 
+def ranks_that_begin_otherwise_all_say_so(job):
+    for rank in range(RANKS):
+        ((_, error, message, seconds),) = job.found[rank]
+        assert error == "MismatchError"
+        assert "rank 0, 2: init()" in message
+        assert "rank 1: allreduce(" in message
+        assert seconds < SLACK
+
+
+def a_rank_that_removes_a_set_alone_is_an_error_on_all(job):
+    for rank in range(RANKS):
+        ((_, error, message, _),) = job.found[rank]
+        assert error == "MismatchError"
+        assert "rank 0, 2: allgather" in message
+        assert "rank 1: remove_process_set([0, 1])" in message
+
+
 def a_rank_that_waits_elsewhere_says_where(job):
     for rank in range(RANKS):
         ((_, error, message, _),) = job.found[rank]
@@ -164,6 +181,12 @@ def an_error_of_one_rank_ends_the_job(job):
     assert job.seconds < 60
 
 
+def a_rank_ends_whatever_there_is_to_its_streams(job):
+    assert job.status != 0
+    assert "CollectiveTimeout: rank" in job.output
+    assert job.seconds < 60
+
+
 def messages_inside_a_node_name_ranks_of_the_whole(job):
     assert job.status != 0
     inside, across = (job.found[rank] for rank in OTHERS)
@@ -183,12 +206,16 @@ HOLDS = {
     "sleeps": a_rank_that_makes_no_call_is_named,
     "sleeps-unchecked": a_rank_that_makes_no_call_is_named,
     "elsewhere": a_rank_that_waits_elsewhere_says_where,
+    "removes": a_rank_that_removes_a_set_alone_is_an_error_on_all,
+    "inits": ranks_that_begin_otherwise_all_say_so,
     "fewer-steps": neighbours_of_a_rank_that_takes_fewer_steps_name_it,
     "broken": a_broken_communicator_fails_at_once,
     "killed --enable-recovery": survivors_name_the_rank_that_was_killed,
     "node": messages_inside_a_node_name_ranks_of_the_whole,
     "killed": a_rank_that_is_killed_ends_the_job,
     "error": an_error_of_one_rank_ends_the_job,
+    "error-before": an_error_of_one_rank_ends_the_job,
+    "closed": a_rank_ends_whatever_there_is_to_its_streams,
 }
 
 

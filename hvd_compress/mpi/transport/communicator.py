@@ -15,7 +15,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -365,22 +365,28 @@ def _forget(comm: MPI.Comm, keyval: int, ours: Communicator) -> None:
         ours.free()
 
 
+def end_at_once(seconds: float) -> NoReturn:
+    """End the process with status 1 after some seconds, without MPI_Finalize."""
+    for let_go in (lambda: sys.stdout.flush(), lambda: sys.stderr.flush(), logging.shutdown):
+        with contextlib.suppress(Exception):  # they may be closed, or nobody may read them
+            let_go()
+    time.sleep(seconds)
+    os._exit(1)
+
+
 @atexit.register
 def _leave() -> None:
     """End the process.  MPI_Finalize would wait for ranks that do not answer.  After an error of
-    this rank alone the others would wait for it until the time-out.
+    this rank alone the others would wait for it until the time-out, be it before they have met.
 
     Others may be about to report too, and most launchers end the whole job when the first process
     goes.
     """
     is_broken = bool(_broken)
     ends_by_error = hasattr(sys, "last_value") and not hasattr(sys, "ps1")  # and not interactive
-    if is_broken or (ends_by_error and any(comm.size > 1 for comm in _alive)):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        logging.shutdown()
+    is_over = MPI.Is_finalized()
+    if is_broken or (ends_by_error and not is_over and MPI.COMM_WORLD.size > 1):
         shortest = min((comm.timeout for comm in [*_alive, *_broken]), default=1.0) / 2
-        time.sleep(min(5.0 if is_broken else 1.0, shortest))
-        os._exit(1)
-    if not MPI.Is_finalized():
+        end_at_once(min(5.0 if is_broken else 1.0, shortest))
+    if not is_over:
         notes.leave(unfreed, notes.ENDED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import sys
 import time
 import traceback
@@ -19,7 +18,8 @@ from mpi4py import MPI
 from hvd_compress.config import build, check_seed, is_number
 from hvd_compress.errors import CollectiveTimeout, ConfigError, UnsupportedError
 from hvd_compress.mpi.dense.payloads import broadcast
-from hvd_compress.mpi.transport.communicator import Communicator
+from hvd_compress.mpi.transport import notes
+from hvd_compress.mpi.transport.communicator import Communicator, end_at_once
 from hvd_compress.mpi.transport.mailbox import Mailbox
 from hvd_compress.mpi.transport.nodes import nodes_of
 from hvd_compress.optimizers.base import Formula
@@ -42,6 +42,8 @@ from hvd_compress.systems.servers.server import Link, Rules, Server
 logger = logging.getLogger("hvd_compress")
 T = TypeVar("T")
 S = TypeVar("S", bound="Serving")
+#: seconds between two looks at which workers have ended their programs
+_LOOK = 1.0
 
 
 class Serving:
@@ -143,7 +145,7 @@ class Serving:
 
     def _serve(self) -> None:
         server = self._server
-        beat = time.monotonic()
+        beat = looked = time.monotonic()
         everyone = range(self.size)
         patience = Patience(everyone, self.worker_timeout, self.comm.timeout, beat)
         while not server.is_over:
@@ -155,13 +157,20 @@ class Serving:
                 if worker not in server.active:
                     patience.left(time.monotonic())
             now = time.monotonic()
-            for worker, seconds in patience.lost(server.active, server.waiting, now).items():
-                logger.warning(
-                    "worker %d has sent nothing for %.1f s: the others go on without it "
-                    "(worker_timeout= says how long they wait)",
-                    worker,
-                    seconds,
-                )
+            given_up = {
+                worker: f"sent nothing for {seconds:.1f} s: the others go on without it "
+                "(worker_timeout= says how long they wait)"
+                for worker, seconds in patience.lost(server.active, server.waiting, now).items()
+            }
+            if now - looked > _LOOK:
+                looked = now
+                for rank in notes.ended(self.comm):
+                    if rank - 1 in server.active:
+                        given_up[rank - 1] = (
+                            "ended its program outside of `with`: the others go on without it"
+                        )
+            for worker, reason in given_up.items():
+                logger.warning("worker %d has %s", worker, reason)
                 self._reply(server.lose(worker), patience)
             if now - beat > self.comm.timeout / 10:
                 beat = now
@@ -241,11 +250,7 @@ def _end_together(box: Mailbox, gone: set[int]) -> None:
             box.send(done, rank)
         _until_left(box, gone)
     if gone:
-        time.sleep(0.5)  # the others are about to come here
-        sys.stdout.flush()
-        sys.stderr.flush()
-        logging.shutdown()
-        os._exit(1)
+        end_at_once(0.5)  # the others are about to come here
 
 
 class ParameterServer(Serving):

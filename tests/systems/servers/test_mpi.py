@@ -121,6 +121,16 @@ def test_a_worker_that_is_killed_does_not_end_the_others(tmp_path):
     assert job.stats["updates"] == 2 * 20 + 2
 
 
+def test_workers_that_end_outside_of_the_statement_are_given_up(tmp_path):
+    """All of them: none is left that could wait for another."""
+    job = run("forgets", tmp_path, ranks=3)
+    job.assert_equal({0})
+    assert job.status != 0
+    assert re.search(r"worker 0 has ended its program outside of `with`", job.output)
+    assert sorted(job.stats["lost"]) == [0, 1]
+    assert job.stats["updates"] == 1
+
+
 def test_a_worker_that_was_silent_comes_back(well):
     job = well("pauses")
     job.assert_equal({0, 1, 2, 3})
