@@ -164,7 +164,9 @@ def run(
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             _end(process, mark)
-            output, _ = process.communicate()
+            output = ""
+            with contextlib.suppress(subprocess.TimeoutExpired):  # who has no mark may hold it open
+                output, _ = process.communicate(timeout=10)
             raise JobError(f"no end after {timeout} s: {command}\n{_tail(output)}") from None
         finally:
             _end(process, mark)
