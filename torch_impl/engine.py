@@ -12,7 +12,7 @@ import torch
 
 from hvd_compress.agreement import Terms
 from hvd_compress.engines.named import NamedEngine, Op, ProcessSetEngine
-from hvd_compress.integrations.environment import compare
+from hvd_compress.integrations.environment import OURS, compare
 from hvd_compress.requests import Collective
 
 from .backend import from_numpy
@@ -75,8 +75,8 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
         return self._numbered("hvd_compress")
 
     def agree(self, terms: Terms, like: torch.Tensor, at_once: bool = False) -> None:
-        if not self._agreed_once:  # a rank whose script names no compression waits for this
-            compare(self._hvd, self._set, functools.partial(gather_bytes, self._hvd), is_named=True)
+        if not self._agreed_once:  # a rank with Horovod's own optimizer waits for this
+            compare(self._hvd, self._set, functools.partial(gather_bytes, self._hvd), OURS)
         super().agree(terms, like, at_once)
 
     def _launch(self, op: Op) -> Any:

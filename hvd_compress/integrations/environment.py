@@ -2,7 +2,8 @@
 
 A rank without ``HVD_COMPRESSION`` gets Horovod's own optimizer, which knows nothing of exchanges
 that others wait for.  So where the variable decides, ranks compare it first, whatever it says, in
-a collective that both ways begin with.
+a collective that both ways begin with.  Ranks whose script names a compression take part as well:
+one of Horovod when the optimizer is made, one of this package in the first step.
 
 This is not done in elastic jobs: a worker that joins makes its optimizer while the others train.
 All workers of such a job get the environment of the one launcher that starts them.
@@ -31,7 +32,7 @@ Gather = Callable[[bytes, str, Any], bytes]
 compared: set[Any] = set()
 _said: set[str] = set()
 #: what ranks tell instead of the variable
-_NAMED = "the script names one"
+OURS, HOROVODS = "the script names one of hvd_compress", "the script names one of Horovod"
 
 
 def chosen(compression: Any, none: Any, rank: Callable[[], int]) -> Any:
@@ -55,13 +56,13 @@ def is_named(compression: Any, none: Any) -> bool:
     return compression is not None and compression is not none
 
 
-def compare(hvd: Any, process_set: Any, gather: Gather, is_named: bool = False) -> None:
+def compare(hvd: Any, process_set: Any, gather: Gather, named: str = "") -> None:
     """Compare the variable over the ranks, the first time that it decides for a process set.
 
     Args:
         hvd: a module of Horovod.
-        is_named: the script has named a compression here, and ranks where it has not would wait
-            for this one.
+        named: what the script has named here, ``OURS`` or ``HOROVODS``; ranks where it is another
+            would wait for this one.
 
     Raises:
         MismatchError: on every rank, if it is not the same.
@@ -74,24 +75,25 @@ def compare(hvd: Any, process_set: Any, gather: Gather, is_named: bool = False) 
     key = hvd.__name__, process_set.process_set_id, tuple(process_set.ranks)
     if key in compared or process_set.size() == 1:
         return
-    own = _NAMED if is_named else os.environ.get(VARIABLE, "").strip()
+    own = named or os.environ.get(VARIABLE, "").strip()
     frame = encode_bytes(own.encode(), VARIABLE)
     frames = gather(frame.tobytes(), "hvd_compress.environment", process_set)
     everyones = decode_end_to_end(np.frombuffer(frames, np.uint8), VARIABLE)
     texts = [text.decode() for text in everyones]
     if len(set(texts)) > 1:
         lines = by_rank(
-            text if text == _NAMED else repr(text) if text else "not set" for text in texts
+            text if text in (OURS, HOROVODS) else repr(text) if text else "not set"
+            for text in texts
         )
         raise MismatchError(
             "\n".join(
                 [
-                    f"the ranks differ in {VARIABLE}, where the script names no compression:",
+                    f"the ranks differ in the compression that the script names, or {VARIABLE}:",
                     *lines,
                     f"Set it on all ranks; mpirun of Open MPI hands it to other hosts only with "
                     f"-x {VARIABLE}. Or name the compression in the script",
                 ]
             )
         )
-    if not is_named:
+    if not named:
         compared.add(key)

@@ -424,13 +424,14 @@ def an_environment_of_some_ranks_only_is_an_error_on_all() -> None:
 @applies(least=2)
 def a_compression_that_some_ranks_name_is_an_error_on_all() -> None:
     """Ranks that name none have Horovod's own optimizer, which knows nothing of exchanges."""
-    compared.clear()
-    model = make_model()
-    with raises(MismatchError, "rank 0: the script names one", "1.*: not set"):
-        if hvd.rank() == 0:
-            train(model, distribute(sgd(model), model, TopK(density=0.1)), range(1))
-        else:
-            hvd.DistributedOptimizer(sgd(model))
+    for theirs, words in (({}, "not set"), ({"compression": hvd.Compression.fp16}, "of Horovod")):
+        compared.clear()
+        model = make_model()
+        with raises(MismatchError, "rank 0: .*one of hvd_compress", f"1.*: .*{words}"):
+            if hvd.rank() == 0:
+                train(model, distribute(sgd(model), model, TopK(density=0.1)), range(1))
+            else:
+                hvd.DistributedOptimizer(sgd(model), **theirs)
 
 
 def the_environment_names_a_method_for_scripts_that_say_none() -> None:

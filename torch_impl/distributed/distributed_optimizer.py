@@ -13,6 +13,7 @@ import torch
 from hvd_compress.config import check_choice, check_process_set, is_one_of
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.integrations.environment import HOROVODS, compare
 from hvd_compress.integrations.horovod import bind_call, hand_on, in_place_of, is_ours, with_options
 from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import as_compressor
@@ -89,6 +90,7 @@ def wrap_factory(
             if call.arguments["sparse_step"] or call.arguments["nodes"] is not None:
                 option = "sparse_step=True" if call.arguments["sparse_step"] else "nodes"
                 raise ConfigError(f"{option} needs one of this package's methods: hvd.TopK")
+            compare(hvd, call.arguments["process_set"], gather, HOROVODS)
             return hand_on(factory, call.arguments)
         in_nodes = functools.partial(over_horovod, hvd, make_engine)
         return distribute(hvd, make_engine, in_nodes, **call.arguments)
