@@ -2,8 +2,8 @@
 
 A rank without ``HVD_COMPRESSION`` gets Horovod's own optimizer, which knows nothing of exchanges
 that others wait for.  So where the variable decides, ranks compare it first, whatever it says, in
-a collective that both ways begin with.  Ranks whose script names a compression take part as well:
-one of Horovod when the optimizer is made, one of this package in the first step.
+a collective that both ways begin with.  Ranks whose script names a compression take part as well,
+in the first step.  With one of Horovod they do so when the optimizer is made.
 
 This is not done in elastic jobs: a worker that joins makes its optimizer while the others train.
 All workers of such a job get the environment of the one launcher that starts them.
