@@ -31,6 +31,9 @@ OPTIMIZER, WEIGHTS, SAMPLED_EVERY = "optimizer", "weights", 32
 #: the optimizer's steps differently, so in time their last bits differ
 _CLOSE = 1e-3
 
+#: the term of a call between steps, instead of all others: what a rank calls that others, which are
+#: in a step, do not
+BETWEEN = "call"
 #: what ranks send if they differ
 _TERMS = "terms of a step"
 #: the number of entries of a list, and of letters of an entry, that a message shows
@@ -60,7 +63,7 @@ _OPTIMIZER = (
     f"the loss over the ranks (hvd.allreduce). {_LOAD}"
 )
 #: terms by which ranks differ that are not equally far
-_PROGRESS = {"step", "epoch"}
+_PROGRESS = {"step", "epoch", BETWEEN}
 
 
 def agreement(terms: Terms, like: Array | None = None) -> Exchange:
@@ -180,6 +183,8 @@ def listed(shapes: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
 def differences(everyone: Sequence[bytes]) -> str:
     """The message that shows the encoded terms of all ranks, as far as they differ."""
     terms = [json.loads(text) for text in everyone]
+    if any(own.get(BETWEEN) != terms[0].get(BETWEEN) for own in terms):
+        terms = [{BETWEEN: own.get(BETWEEN, "a step")} for own in terms]
     lines, differing = [], set()
     for what in dict.fromkeys(key for own in terms for key in own):
         values = [own.get(what, "nothing") for own in terms]

@@ -154,10 +154,8 @@ class Binding(BindingState):
         return LocalEngine()
 
     def _engine_after(self, agreed: tf.Tensor | None) -> Engine:
-        prefix = f"hvd_compress.{self.number}"
-        return self._runtime.engine(
-            self._set, self.options.gradient_predivide_factor, prefix, agreed
-        )
+        divisor = self.options.gradient_predivide_factor
+        return self._runtime.engine(self._set, divisor, self.prefix, agreed)
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
@@ -205,13 +203,13 @@ class Binding(BindingState):
         present = {i: g for i, g in zip(places, gradients, strict=True) if g is not None}
         for variable, before in self._undo:
             before.assign(variable, read_value=False)
-        engine = self._agreeing(present, others) if self.engine.size > 1 else self.engine
         if self.options.sparse_as_dense:
             present = {i: tf.convert_to_tensor(g) for i, g in present.items()}
         if scale is not None:
             # In half precision what is left would vanish, or the factor be infinite.
             wide = {i: _cast(g, tf.float32) if g.dtype.size < 4 else g for i, g in present.items()}
             present = {i: scaled(g, 1 / scale) for i, g in wide.items()}
+        engine = self._agreeing(present, others) if self.engine.size > 1 else self.engine
         norm = None
         if self.method.needs_gradient_norm and present:
             values = [merged(g).values if _is_rows(g) else g for g in present.values()]
@@ -242,15 +240,20 @@ class Binding(BindingState):
             "gradient_predivide_factor": str(self.options.gradient_predivide_factor),
             "momentum, nesterov": "{}, {}".format(*self.store.taken),
             "seed": str(self.store.seed),
+            "groups": str(self.options.groups),
+            "sparse_as_dense": str(self.options.sparse_as_dense),
+            "backward_passes_per_step": str(self.options.backward_passes_per_step),
             "variables": listed((slot.name, slot.shape) for slot in self.store.slots),
-            "with gradients": [self.store.slots[i].name for i in gradients],
+            "with gradients": [
+                f"{self.store.slots[i].name} {g.dtype.name}{' of rows' if _is_rows(g) else ''}"
+                for i, g in gradients.items()
+            ],
         }
         numbers = {"step": Number(self.step.value()), "epoch": Number(self.epoch.value())}
         for other in others:
             terms |= other.terms
             numbers |= other.numbers
-        name = f"hvd_compress.{self.number}.agreement"
-        checks = [self._runtime.agreement(Common(terms, numbers), name, self._set)]
+        checks = [self._runtime.agreement(Common(terms, numbers), self.prefix(), self._set)]
         if self.method.needs_epoch:  # or some collectives are on their way when this fails
             checks.append(self.store.known_epoch())
         with tf.control_dependencies(checks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -21,6 +21,8 @@ from hvd_compress.integrations.horovod import bind_call
 
 from .runtime import Common, GraphEngine, Runtime
 
+#: by so many the numbers that ranks compare are filled up: a step of a model has 20
+_NUMBERS = 32
 _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
 
 
@@ -28,22 +30,25 @@ class HorovodEngine(GraphEngine):
     """Collectives become nodes of the graph, named after the bucket.
 
     Args:
-        prefix: of their names.  Several engines may have the same one if it ends in ".*", for which
-            a number is put in.
+        prefix: returns how their names begin; or a text, for which engines are numbered.
     """
 
     keeps_replies = True
 
     def __init__(
-        self, process_set: Any, predivide: float, prefix: str, agreed: tf.Tensor | None = None
+        self,
+        process_set: Any,
+        predivide: float,
+        prefix: str | Callable[[], str],
+        agreed: tf.Tensor | None = None,
     ) -> None:
         super().__init__(process_set, predivide, agreed)
         self._prefix = prefix
 
     @property
     def prefix(self) -> str:  # type: ignore[override]
-        beginning = self._prefix.removesuffix(".*")
-        return beginning if beginning == self._prefix else self._numbered(beginning)
+        found = self._prefix
+        return self._numbered(found) if isinstance(found, str) else found()
 
     def _launch(self, op: Op) -> Any:
         tensor = _opaque(op.tensor, self._agreed)
@@ -158,7 +163,11 @@ class HorovodRuntime:
         return bind_call(signature, args, kwargs, hvd, gather_bytes).arguments
 
     def engine(
-        self, process_set: Any, predivide: float, prefix: str, agreed: tf.Tensor | None
+        self,
+        process_set: Any,
+        predivide: float,
+        prefix: Callable[[], str],
+        agreed: tf.Tensor | None,
     ) -> Engine:
         return HorovodEngine(process_set, predivide, prefix, agreed)
 
@@ -167,26 +176,35 @@ class HorovodRuntime:
         if not chosen.included() or chosen.size() == 1:
             return LocalEngine()
         kind = EagerEngine if arrays is np.ndarray else HorovodEngine
-        return kind(chosen, 1.0, f"{prefix}.*")
+        return kind(chosen, 1.0, prefix)
 
-    def agreement(self, common: Common, name: str, process_set: Any) -> tf.Tensor:
+    def agreement(self, common: Common, prefix: str, process_set: Any) -> tf.Tensor:
         values = [number.value for number in common.numbers.values()]
         bits = [tf.bitcast(x, tf.int64) if x.dtype == tf.float64 else x for x in values]
         text = tf.constant(digest(encode(common.terms)), tf.int64)
-        own = tf.concat([tf.reshape(x, [-1]) for x in (text, *bits)], 0)
+        found = [tf.reshape(x, [-1]) for x in (text, *bits)]
+        # As many on ranks that differ in which numbers they have.
+        filled = tf.zeros([-sum(x.shape[0] for x in found) % _NUMBERS], tf.int64)
+        own = tf.concat([*found, filled], 0)
         # The largest of each and the smallest: both are this rank's only if all are.
         mine = tf.concat([own, -own], 0)
-        common_options = {"name": name, "ignore_name_scope": True, "process_set": process_set}
-        most = allreduce(mine, op=mpi_ops.Max, **common_options)
+        options = {"name": f"{prefix}.agreement", "process_set": process_set}
+
+        def largest(mine: tf.Tensor) -> tf.Tensor:
+            return allreduce(mine, op=mpi_ops.Max, ignore_name_scope=True, **options)
 
         def compare(*known: tf.Tensor) -> tf.Tensor:
-            engine = HorovodEngine(process_set, 1.0, "hvd_compress.terms")
+            engine = HorovodEngine(process_set, 1.0, lambda: f"{prefix}.terms")
             engine.agree(common.known(x.numpy() for x in known), tf.zeros([0]))
             engine.finish()
             return tf.constant(True)
 
+        if tf.executing_eagerly():
+            # In a graph, since names are lost elsewhere.  Errors keep their type.
+            most = tf.function(largest, autograph=False)(mine)
+            return tf.constant(True) if tf.reduce_all(most == mine) else compare(*values)
         return tf.cond(
-            tf.reduce_all(most == mine),
+            tf.reduce_all(largest(mine) == mine),
             lambda: tf.constant(True),
             lambda: tf.py_function(compare, values, tf.bool),
         )

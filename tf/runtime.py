@@ -76,14 +76,19 @@ class Runtime(Protocol):
         """Return all arguments of a call; if it names no compression, the environment may."""
 
     def engine(
-        self, process_set: Any, predivide: float, prefix: str, agreed: tf.Tensor | None
+        self,
+        process_set: Any,
+        predivide: float,
+        prefix: Callable[[], str],
+        agreed: tf.Tensor | None,
     ) -> Engine:
         """Return an engine whose exchanges are traced.
 
         Args:
             process_set: two ranks or more, and this one among them.
             predivide: arrays are divided by it before they are added, and sums multiplied by it.
-            prefix: of the names of collectives, the same on all ranks.
+            prefix: returns how the names of collectives begin, the same on all ranks; it is asked
+                for each.
             agreed: a scalar that is true as soon as collectives may start; ``None``: at once.
         """
 
@@ -96,9 +101,9 @@ class Runtime(Protocol):
             arrays: ``np.ndarray`` or ``tf.Tensor``.
         """
 
-    def agreement(self, common: Common, name: str, process_set: Any) -> tf.Tensor:
+    def agreement(self, common: Common, prefix: str, process_set: Any) -> tf.Tensor:
         """Return a tensor that is there only after all ranks are known to agree; see
-        :mod:`hvd_compress.agreement`.
+        :mod:`hvd_compress.agreement`.  ``prefix`` is that of :meth:`engine`.
 
         If the ranks differ when the graph runs, it fails on every rank with a ``MismatchError``.
         TensorFlow shows it inside of an error of its own.
@@ -117,6 +122,8 @@ class GraphEngine(ProcessSetEngine):
         """Compare the ranks at once; in a graph do nothing, since it has compared everything."""
         if self._agreed is None and not tf.inside_function():
             super().agree(terms, like)
+            # Each collective waits here, and ranks that differ may never make the next one.
+            self._bring_in_agreement(at_once=True)
 
     def check_step(self, describe: Callable[[], list[str]], planned: bool, like: Array) -> None:
         """Do nothing, since a graph cannot wait while it is traced."""

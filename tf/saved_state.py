@@ -16,6 +16,7 @@ import io
 import json
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
+from hvd_compress.agreement import BETWEEN
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError
 from hvd_compress.reduce.state_file import (
@@ -36,7 +38,7 @@ from hvd_compress.reduce.state_file import (
     unconsolidated,
 )
 
-from .runtime import Runtime
+from .runtime import Common, Runtime
 from .store import VariableStore, variable
 
 #: the name of the array that holds the header, as JSON in bytes
@@ -54,7 +56,8 @@ class BindingState(tf.train.experimental.PythonState):
         on_behalf: others whose messages count here as well.
     """
 
-    _next_number: ClassVar[int] = 0
+    #: of the bindings that have a number, by the ranks of their process set; ``None``: all ranks
+    _counts: ClassVar[Counter[tuple[int, ...] | None]] = Counter()
     _number: int | None = None
 
     store: VariableStore
@@ -80,13 +83,28 @@ class BindingState(tf.train.experimental.PythonState):
 
     @property
     def number(self) -> int:
-        """The number of this binding among all, by first use, which is in the same order on all
-        ranks.  Names of collectives begin with it, since variables of two models may have the same
-        names."""
+        """The number of this binding among those of its ranks, by its first collective.  Those come
+        in the same order on all of these ranks, and nothing else does."""
         if self._number is None:
-            self._number = BindingState._next_number
-            BindingState._next_number += 1
+            ranks = self._ranks()
+            self._number = self._counts[ranks]
+            self._counts[ranks] += 1
         return self._number
+
+    def _ranks(self) -> tuple[int, ...] | None:
+        everyone = self._set is self._runtime.hvd.global_process_set
+        return None if everyone else tuple(self._set.ranks)
+
+    def prefix(self) -> str:
+        """Return how names of this binding's collectives begin, which it is about to make:
+        variables of two models may have the same names."""
+        return f"hvd_compress.{self.number}"
+
+    def meet(self, call: str) -> None:
+        """Raise ``MismatchError`` unless all ranks are about to make this call, a collective
+        between steps; one that has more batches is in a step."""
+        if self.engine.size > 1:
+            self._runtime.agreement(Common({BETWEEN: call}, {}), self.prefix(), self._set)
 
     def forget_graphs(self) -> None:
         """Trace new graphs, since the number of ranks is another one from now on."""
@@ -111,18 +129,18 @@ class BindingState(tf.train.experimental.PythonState):
         collective.  ``what`` tells one call's names from another's."""
         if self.engine.size == 1 or not own:
             return dict(own)
+        self.meet(f"average of {len(own)} arrays ({what})")
         arrays = [tf.convert_to_tensor(x) for x in own.values()]
         return dict(zip(own, self._traced_means(what, tuple(own), arrays), strict=True))
 
     def _means(self, what: str, names: tuple[str, ...], arrays: list[Any]) -> list[Any]:
-        prefix, size = f"hvd_compress.{self.number}", self.engine.size
-        engine = self._runtime.engine(self._set, 1.0, prefix, None)
+        size, engine = self.engine.size, self._runtime.engine(self._set, 1.0, self.prefix, None)
 
         def mean_of(name: str, x: tf.Tensor) -> Generator[Any, Any, Any]:
             return {name: (yield from averaged(x, size))}  # as of a bucket of one tensor
 
         for name, x in zip(names, arrays, strict=True):
-            engine.start(f"{prefix}.{what}.{name}", mean_of(name, tf.reshape(x, [-1])))
+            engine.start(f"{what}.{name}", mean_of(name, tf.reshape(x, [-1])))
         found = {name: x for part in engine.finish().values() for name, x in part.items()}
         pairs = zip(names, arrays, strict=True)
         return [tf.reshape(found[name].mean, x.shape) for name, x in pairs]
@@ -161,9 +179,9 @@ class BindingState(tf.train.experimental.PythonState):
             return
         hvd = self._runtime.hvd
         # Those who come later have counted fewer.
-        numbers = tf.constant([self.number, BindingState._next_number])
+        numbers = tf.constant([self.number, self._counts[self._ranks()]])
         numbers = hvd.broadcast(numbers, 0, name="hvd_compress.numbers")
-        self._number, BindingState._next_number = map(int, numbers)
+        self._number, self._counts[self._ranks()] = map(int, numbers)
         has_begun = self.store.step > 0
         part = hvd.allreduce(
             tf.cast(has_begun, tf.float64), op=hvd.Average, name="hvd_compress.has_begun"

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from typing import Any, TypeVar
 
-from hvd_compress.agreement import Terms, listed
+from hvd_compress.agreement import BETWEEN, Terms, listed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.config import is_number
@@ -36,6 +36,8 @@ from hvd_compress.systems.owner import Owner
 T = TypeVar("T")
 #: the key, in a checkpoint, of averages that have come in and were not used yet
 _ARRIVED = "arrived"
+#: how ranks call the averages between steps
+_TO_BE_TESTED = "the parameters that are to be tested"
 #: the record of messages that belong to no single parameter
 _COMMON = "(all)"
 
@@ -220,9 +222,9 @@ class Coordinator(Owner):
                 return stop.value
             has_met |= not isinstance(request, Finish | Unsent)
             has_met_plainly |= not isinstance(request, Start | Finish | Unsent)
-            reply = self._answer(request)
+            reply = self._answer(request, {} if is_step else {BETWEEN: _TO_BE_TESTED})
 
-    def _answer(self, request: Request) -> Any:
+    def _answer(self, request: Request, more: dict[str, Any]) -> Any:
         if isinstance(request, Start):
             self.reducer.step = request.round
             try:
@@ -244,13 +246,13 @@ class Coordinator(Owner):
         record, before = self.record, self.record.bytes_sent
         if isinstance(request, Mean):
             shapes = [(name, backend_of(x).shape(x)) for name, x in request.arrays.items()]
-            self._agree(**{"average of": listed(shapes)})
+            self._agree(**{"average of": listed(shapes)}, **more)
             reply = self.reducer.average(request.arrays)
             sent = sum(int(x.nbytes) for x in request.arrays.values())
             record.bytes_sent += sent
             record.bytes_received += sent if self.engine.size > 1 else 0
         else:
-            self._agree()
+            self._agree(**more)
             reply = self._ask(asking(request))
         self._start = None
         record.dense_bytes += record.bytes_sent - before

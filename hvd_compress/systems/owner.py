@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvd_compress.agreement import Terms
+from hvd_compress.agreement import BETWEEN, Terms
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
 from hvd_compress.engines.base import Engine
@@ -72,6 +72,12 @@ class Owner(abc.ABC):
         """Begin to compare the ranks' terms, and ``more``; the next exchange raises
         ``MismatchError`` if they differ."""
         self.engine.agree({**self.terms(), **more}, self._like)
+
+    def meet(self, call: str) -> None:
+        """Raise ``MismatchError`` unless all ranks are about to make this call, a collective
+        between steps; one that has more batches is in a step."""
+        self._agree(**{BETWEEN: call})
+        self.engine.compare()
 
     def _ask(self, exchange: Exchange) -> Any:
         """Carry out an exchange, and return its result."""

@@ -56,6 +56,7 @@ OVER_MPI = (
     *("keras_fit.fit_is_the_oracle", "keras_fit.nothing_stays_of_what_is_gone"),
     "keras_fit.parts_of_a_model_stay_local",
     "keras_callbacks.broadcasts_averages_and_schedules",
+    "keras_callbacks.callbacks_tell_of_a_rank_with_fewer_batches",
     "systems.training_follows_the_lockstep_world",
     "codistillation.predictions_follow_a_reference",
 )

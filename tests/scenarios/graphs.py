@@ -14,7 +14,7 @@ from hvd_compress.blocks import allgather, chain, error_feedback, top_k
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.requests import Alltoall, Broadcast, Gather, Max, Neighbors, Sum
-from tests.scenarios import horovod_only
+from tests.scenarios import applies, horovod_only
 from tests.scenarios.driver import assert_close, raises
 from tests.scenarios.driver_tensorflow import hvd
 from tests.stateless import Stateless
@@ -34,6 +34,18 @@ def single_tensors_do_not_stand_in_the_way_of_join() -> None:
         hvd.join()
     del compression, variable
     assert hvd.join() in range(hvd.size())
+
+
+@applies(least=3)
+def bindings_of_some_ranks_are_counted_by_these() -> None:
+    """The number of a binding is part of the names of its collectives."""
+    some = hvd.add_process_set([0, 1])
+    for ranks in (some, hvd.global_process_set):
+        binding = hvd.bind(FP16, [tf.Variable(tf.zeros([20]))], process_set=ranks)
+        (found,) = binding.reduce([tf.fill([20], float(hvd.rank()))])
+        mean = (ranks.size() - 1) / 2 if ranks.included() else hvd.rank()
+        np.testing.assert_array_equal(found, np.full(20, mean))
+    hvd.remove_process_set(some)
 
 
 def feedback_in_units_of_the_step_needs_a_learning_rate() -> None:

@@ -14,8 +14,15 @@ import tensorflow as tf
 from hvd_compress import FP16, TopK
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from hvd_compress.integrations.environment import compared
-from tests.scenarios import horovod_only, oracle
-from tests.scenarios.driver import assert_close, assert_same_everywhere, make, raises, train
+from tests.scenarios import applies, horovod_only, oracle
+from tests.scenarios.driver import (
+    assert_close,
+    assert_same_everywhere,
+    barrier,
+    make,
+    raises,
+    train,
+)
 from tests.scenarios.driver_tensorflow import hvd, hvd_keras, library, model_of
 from tests.scenarios.environment import assert_said, environment
 from tests.scenarios.keras_fit import DENSE, LOSS, SPARSE, fit, sgd, weights_of
@@ -76,6 +83,44 @@ def a_number_multiplies_the_rate_every_epoch() -> None:
     np.testing.assert_allclose(watch.rates, 0.1 * 0.5 ** (np.arange(8) / 4), rtol=1e-6)
     with raises(ConfigError, "initial_lr"):
         hvd_keras.callbacks.LearningRateScheduleCallback(None, 0.5)
+
+
+@applies(least=2)
+def what_is_built_on_one_rank_is_sent_to_all() -> None:
+    """As a checkpoint is that was loaded there alone.  A model that has no variables elsewhere is
+    an error on all ranks."""
+    send, first = hvd_keras.callbacks.BroadcastGlobalVariablesCallback, hvd.rank() == 0
+    for optimizer in (
+        hvd_keras.DistributedOptimizer(sgd(), compression=SPARSE),
+        keras.optimizers.Adam(0.0),
+    ):
+        model = model_of("mlp")
+        model.compile(optimizer, loss=LOSS)
+        if first:
+            optimizer.build(model.trainable_variables)
+            optimizer.iterations.assign(5)
+        fit(None, [send(0)], model=model, steps=1, built=False)
+        assert int(optimizer.iterations) == 6
+    model = keras.Sequential([keras.layers.Dense(10)])
+    if first:
+        model.build((None, oracle.WIDTHS[0]))
+    with raises(MismatchError, "rank 0: 6 variables", "rank 1.*: 2", "keras.Input"):
+        fit(keras.optimizers.SGD(0.1, momentum=0.9), [send(0)], model=model, steps=1, built=False)
+
+
+@applies(least=2)
+def callbacks_tell_of_a_rank_with_fewer_batches() -> None:
+    """It is at the end of its epoch, and the others are in a step."""
+    errors, own = (tf.errors.OpError, MismatchError), hvd_keras.callbacks
+    for options, callback, call in (
+        ({"compression": SPARSE}, own.CompressionCallback(), "average of 4 arrays"),
+        ({"compression": SPARSE}, own.MetricAverageCallback(), "MetricAverageCallback in epoch 0"),
+        ({"method": hvd_keras.LocalSGD(sync_every=3)}, own.MetricAverageCallback(), "Metric"),
+    ):
+        optimizer = hvd_keras.DistributedOptimizer(sgd(), **options)
+        with raises(errors, f"rank 0: {call}", ": a step", "fewer batches", "steps_per_epoch"):
+            fit(optimizer, [callback], steps=3 if hvd.rank() else 2)
+        barrier()
 
 
 def velocities_follow_the_learning_rate() -> None:

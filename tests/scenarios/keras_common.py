@@ -164,6 +164,38 @@ def gradients_that_some_ranks_lack_are_an_error() -> None:
     np.testing.assert_allclose(found, [3.0, 6.0 / hvd.size()], rtol=1e-3)
 
 
+@applies(least=2)
+def options_that_make_other_messages_are_an_error() -> None:
+    """A rank would wait for messages that the others never send."""
+    one = hvd.rank() == 1
+    shapes = {"rows": (10, 4), "whole": (20,)}
+    variables = [keras.Variable(np.zeros(x, "float32"), name=name) for name, x in shapes.items()]
+    rows = tf.IndexedSlices(tf.ones([2, 4]), tf.constant([0, 3]), tf.constant([10, 4]))
+    dense = tf.ones([10, 4])
+    for options, gradient, word in (
+        ({"groups": int(one)}, dense, "groups"),
+        ({"sparse_as_dense": one}, rows, "sparse_as_dense"),
+        ({"backward_passes_per_step": 1 + one}, dense, "backward_passes_per_step"),
+        ({}, rows if one else dense, "float32 of rows"),
+    ):
+        sgd = keras.optimizers.SGD(0.1)
+        optimizer = hvd_keras.DistributedOptimizer(sgd, compression=METHOD, **options)
+        with raises(tf.errors.OpError, "MismatchError", word):
+            for _ in range(1 + one if word.startswith("back") else 1):
+                optimizer.apply([gradient, tf.ones([20])], variables)
+        barrier()
+
+
+@applies(least=2)
+def what_one_rank_alone_saves_counts_no_binding() -> None:
+    """The number of a binding is part of the names of its collectives."""
+    first, second = (hvd.bind(METHOD, [tf.Variable(tf.ones([20]))]) for _ in range(2))
+    if hvd.rank() == 0:
+        first.serialize()
+    for binding in (second, first):
+        np.testing.assert_array_equal(binding.reduce([tf.ones([20])])[0], [1.0] * 10 + [0.0] * 10)
+
+
 def graphs_of_tensorflow_1_are_refused() -> None:
     """With what to write, before anything is exchanged, with a state and without."""
     v1, variable = tf.compat.v1, tf.Variable(tf.zeros([100]))

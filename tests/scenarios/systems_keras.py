@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from hvd_compress.systems import rounds
-from tests.scenarios import oracle
+from tests.scenarios import applies, oracle
 from tests.scenarios.driver import assert_close, make, raises, train
 from tests.scenarios.driver_tensorflow import hvd_keras as hvd
 from tests.scenarios.driver_tensorflow import model_of
@@ -44,6 +44,20 @@ def a_run_goes_on_from_its_state() -> None:
         for each in (run, other):
             train(each, range(5, 9))
         assert_close(other.weights(), run.weights(), 0, 0)
+
+
+@applies(least=2)
+def a_rank_that_took_fewer_steps_is_an_error() -> None:
+    """It synchronizes, and the others are in a step that begins with another exchange."""
+    method = rounds.LeaderSGD(local_every=2, global_every=2)
+    optimizer = hvd.DistributedOptimizer(_sgd(), method=method)
+    variable = keras.Variable(np.ones(20, "float32"))
+    optimizer.build([variable])
+    with raises(MismatchError, "the parameters that are to be tested", "a step", "fewer batches"):
+        for _ in range(4 if hvd.rank() else 3):
+            optimizer.report(tf.constant(1.0))
+            optimizer.apply([tf.ones([20])], [variable])
+        optimizer.synchronize_parameters()
 
 
 def optimizers_and_options_that_do_not_fit() -> None:

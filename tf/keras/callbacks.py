@@ -10,8 +10,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
+from hvd_compress.agreement import by_rank
 from hvd_compress.config import check_between, check_choice, check_whole, is_number
-from hvd_compress.errors import ConfigError
+from hvd_compress.errors import ConfigError, MismatchError
 
 from ..distribute import is_tf_keras
 from ..optimizer import CompressedOptimizer, inner_of
@@ -49,6 +50,7 @@ class CompressionCallback(_Callback):
 
     Raises:
         ConfigError: training starts with an optimizer that is not of this package.
+        MismatchError: at the end of an epoch, a rank had fewer batches than the others.
 
     >>> model = keras.Sequential([keras.layers.Dense(1)])
     >>> sgd = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvd.TopK(density=0.5))
@@ -106,6 +108,7 @@ class BroadcastGlobalVariablesCallback(_OverRanks, _Callback):
 
     Raises:
         ConfigError: ``local_variables`` has something else in it.
+        MismatchError: the ranks have other numbers of variables.
 
     >>> model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="zeros")])
     >>> model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
@@ -142,15 +145,29 @@ class BroadcastGlobalVariablesCallback(_OverRanks, _Callback):
         if self._rounds != number:
             return
         self._rounds += 1
-        optimizer = self.model.optimizer
-        variables = variables_of_both(self.model, optimizer)
+        model, optimizer = self.model, self.model.optimizer
+        if model.built and hasattr(optimizer, "build"):  # as it is where a checkpoint was loaded
+            optimizer.build(model.trainable_variables)
+        variables = variables_of_both(model, optimizer)
         new = [v for v in variables if id(v) not in self._sent | self._local]
         with tf.device(self._device):
+            self._compare(len(new))
             if new:
                 self._hvd.broadcast_variables(new, self.root_rank)
             if (binding := getattr(optimizer, "compression", None)) is not None:
                 binding.broadcast(self.root_rank)
         self._sent.update(map(id, new))
+
+    def _compare(self, count: int) -> None:
+        counts = self._hvd.allgather(tf.constant([count])).numpy().tolist()
+        if len(set(counts)) > 1:
+            lines = by_rank(f"{count} variables" for count in counts)
+            what = "not all ranks have as many variables to broadcast:"
+            advice = (
+                "Build the same model on all ranks before fit: model.build(input_shape), or "
+                "keras.Input as its first layer"
+            )
+            raise MismatchError("\n".join([what, *lines, advice]))
 
 
 class MetricAverageCallback(_OverRanks, _Callback):
@@ -161,6 +178,9 @@ class MetricAverageCallback(_OverRanks, _Callback):
 
     Args:
         device: where the averages are computed, as for ``tf.device``.
+
+    Raises:
+        MismatchError: a rank had fewer batches than the others, and an optimizer of this package.
 
     >>> logs = {"loss": 0.5}  # what Keras hands to callbacks
     >>> MetricAverageCallback().on_epoch_end(0, logs)
@@ -176,6 +196,10 @@ class MetricAverageCallback(_OverRanks, _Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not logs:
             return
+        optimizer = getattr(self.model, "optimizer", None)
+        for owner in ("compression", "training"):
+            if (found := getattr(optimizer, owner, None)) is not None:
+                found.meet(f"{type(self).__name__} in epoch {epoch}")
         names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
         means = self._hvd.allreduce(

@@ -8,7 +8,7 @@ are added in the order of the ranks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,14 +86,18 @@ class MpiRuntime:
         return call.arguments | {"compression": compression}
 
     def engine(
-        self, process_set: ProcessSet, predivide: float, prefix: str, agreed: tf.Tensor | None
+        self,
+        process_set: ProcessSet,
+        predivide: float,
+        prefix: Callable[[], str],
+        agreed: tf.Tensor | None,
     ) -> Engine:
         return MpiGraphEngine(process_set, predivide, agreed)
 
     def eager_engine(self, process_set: ProcessSet | None, prefix: str, arrays: type) -> Engine:
         return engine_over(process_set)
 
-    def agreement(self, common: Common, name: str, process_set: ProcessSet) -> tf.Tensor:
+    def agreement(self, common: Common, prefix: str, process_set: ProcessSet) -> tf.Tensor:
         def compare(*values: np.ndarray) -> list[np.bool_]:
             process_set.engine.agree(common.known(values), np.empty(0))
             process_set.engine.finish()
