@@ -250,15 +250,13 @@ def auto_follows_the_cost_model() -> None:
 
 def the_documentation_runs() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "sparse-collectives.md"
-    first, second = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (program,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     scope: dict[str, Any] = {}
-    exec(first, scope)
+    exec(program, scope)
     want = np.zeros(1000, np.float32)
     want[:P], want[500], want[900] = 1 / P, 2, 0.5
     np.testing.assert_allclose(scope["mean"], want, rtol=1e-6)
-    exec(second, scope)
-    assert 0 < np.count_nonzero(scope["weights"]) <= 5 * 20 * P
-    assert_same_everywhere(scope["weights"])
+    assert_same_everywhere(scope["mean"])
 
 
 def inputs_are_left_alone() -> None:
