@@ -143,7 +143,7 @@ class Reducer:
         self._records: dict[str, Record] = {}
         self.clock = Clock()
         order: dict[str, Any] = {"groups": groups, "same_order": same_order, "names": names}
-        # By which the ranks make buckets of their own before there is a plan.
+        # By which the ranks make buckets while there is no plan.
         self._divided: dict[str, str | list[str]] = {"bucket_bytes": str(bucket_bytes)}
         if groups is not None:
             self._divided["groups"] = [", ".join(group) for group in groups]
@@ -606,7 +606,7 @@ class Reducer:
                 "step": str(self.step),
                 "epoch": str(self.epoch),
                 "buckets": self.buckets.digest,
-                **self._divided,
+                **({} if self.intake.plan else self._divided),
                 **({"finds unused": "True"} if self.finds_unused else {}),
                 **({"keeps undo": "True"} if self.keeps_undo else {}),
             }

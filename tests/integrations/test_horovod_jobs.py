@@ -81,7 +81,8 @@ def test_nothing_waits_for_horovod_after_its_thread_has_ended():
     jobs.run([jobs.python(), "-c", AFTER_THE_END], timeout=60)
 
 
-AFTER_THE_END_OF_ANOTHER = """
+#: rank 0 goes on, and all others end
+ALONE = """
 import sys
 
 import horovod.torch as hvd
@@ -94,6 +95,9 @@ engine = HorovodEngine(hvd, hvd.global_process_set)
 engine._wait(engine._launch(Op("sum", "together", torch.ones(3))))
 if hvd.rank():
     sys.exit()
+"""
+
+AFTER_THE_END_OF_ANOTHER = """
 try:
     engine._wait(engine._launch(Op("sum", "alone", torch.ones(3))))
 except hvd.mpi_ops.HorovodInternalError:
@@ -108,7 +112,7 @@ except hvd.mpi_ops.HorovodInternalError:
 
 def test_nothing_waits_for_horovod_after_another_rank_has_ended():
     """Its thread ends on all ranks, and the global process set keeps its size."""
-    command = [*jobs.launcher(2, "mpirun"), jobs.python(), "-c", AFTER_THE_END_OF_ANOTHER]
+    command = [*jobs.launcher(2, "mpirun"), jobs.python(), "-c", ALONE + AFTER_THE_END_OF_ANOTHER]
     _, output = jobs.run(command, timeout=60, check=False)
     assert "too late" in output, output
 
@@ -156,19 +160,7 @@ def test_a_rank_with_fewer_batches_ends_the_others_with_a_word():
 
 SUBMITS_UNTIL_THE_END = """
 import itertools
-import sys
 
-import horovod.torch as hvd
-import torch
-
-from hvd_compress.engines.named import Op
-from torch_impl.engine import HorovodEngine
-
-hvd.init()
-engine = HorovodEngine(hvd, hvd.global_process_set)
-engine._wait(engine._launch(Op("sum", "together", torch.ones(3))))
-if hvd.rank():
-    sys.exit()
 for number in itertools.count():
     kind = ("sum", "max", "gather", "alltoall")[number % 4]
     splits = torch.tensor([2, 2], dtype=torch.int32) if kind == "alltoall" else None
@@ -179,7 +171,7 @@ for number in itertools.count():
 @pytest.mark.parametrize("controller", ["mpirun", pytest.param("gloo", marks=pytest.mark.full)])
 def test_a_rank_that_submits_while_horovod_ends_does_not_wait_for_ever(controller):
     """Horovod's thread drops what is pending, with its table of process sets in hand."""
-    command = [*jobs.launcher(2, controller), jobs.python(), "-c", SUBMITS_UNTIL_THE_END]
+    command = [*jobs.launcher(2, controller), jobs.python(), "-c", ALONE + SUBMITS_UNTIL_THE_END]
     status, output = jobs.run(command, timeout=100, check=False)
     assert status != 0
     assert "HorovodInternalError" in output, output

@@ -63,16 +63,17 @@ def meet(group: Any, call: str) -> None:
 
     def ask() -> None:
         try:
-            own, end = store.add(keys[me], 1), time.monotonic() + limit
-            while True:
-                came = [rank for rank in missing if store.add(keys[rank], 0) >= own]
-                missing.difference_update(came)
-                if not missing:
-                    return
+            end = time.monotonic() + limit
+            own = store.add(keys[me], 1)
+            while missing:
+                # First of all, since a store that was stopped may answer after the end.
                 if time.monotonic() > end:
                     store.add(keys[me], -1)
                     return
-                time.sleep(0.01)
+                came = [rank for rank in missing if store.add(keys[rank], 0) >= own]
+                missing.difference_update(came)
+                if missing:
+                    time.sleep(0.01)
         except RuntimeError as error:
             errors.append(error)
 
