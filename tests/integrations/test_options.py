@@ -139,7 +139,7 @@ TABLE = [
     Row("sparse_step", TORCH, [False]),
     Row("sparse_step", TORCH, [True], "sparse_step=True"),
     Row("nodes", TORCH, [None, 1]),
-    Row("nodes", TORCH, [0, -1, 1.5, "2"], "pass the number of nodes"),
+    Row("nodes", TORCH, [0, -1, 1.5, "hosts", True, [[0]]], "pass the number of nodes"),
     Row("nodes", TENSORFLOW, [2, "auto"], "leave nodes out"),
     Row("nodes", TORCH, [2], "no 2 nodes of equally many ranks"),
     Row("method", TORCH, [None, hvd.LocalSGD(sync_every=2), hvd.DiLoCo(sync_every=2)]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.mpi.dense import ALGORITHMS as DENSE
 from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.transport.nodes import nodes_of
+from tests.mutations import mutations
 from tests.simulated_mpi import ORDERS, Simulation
 
 times = st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3)
@@ -82,6 +85,29 @@ def test_the_fastest_sparse_sum_of_those_measured(points, place):
 def test_points_that_are_none(points, problem):
     with pytest.raises(ConfigError, match=problem):
         mpi.CostModel(4, points)
+
+
+def test_damaged_files_are_refused_or_are_models(tmp_path):
+    dense = {"direct": ((8, 1e-5), (1024, 2e-5)), "ring": ((8, 1e-4), (1024, 1e-4))}
+    model = mpi.CostModel(4, dense, {"allgather": ((16, 1e-4), (256, 2e-4))})
+    path = tmp_path / "model.json"
+    model.save(path)
+    assert mpi.CostModel.load(path) == model
+    text, refused = path.read_text(), 0
+    for _, damaged in mutations(json.loads(text), 200):
+        path.write_text(json.dumps(damaged, default=str))
+        try:
+            found = mpi.CostModel.load(path)
+        except ConfigError:
+            refused += 1
+            continue
+        assert all(found.seconds(name, 100) >= 0 for name in found.points)
+        assert all(found.sparse_seconds(name, 100) >= 0 for name in found.sparse_points)
+    assert refused > 100
+    for cut in (0, 1, len(text) // 2):
+        path.write_text(text[:cut])
+        with pytest.raises(ConfigError, match="cost model"):
+            mpi.CostModel.load(path)
 
 
 def forms(rank):

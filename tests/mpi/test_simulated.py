@@ -349,12 +349,9 @@ OF_PROCESSES = {
     "hierarchical.places_that_a_node_shares_cross_once",
     "sparse.damage_is_noticed_by_all_who_read_it",
 }
-#: the same whatever the number of ranks
-LOCAL = {"states"}
 SCENARIOS = [
     name
     for module in MODULES
-    if module not in LOCAL
     for name in names(module, "mpi_scenarios", over="mpi")
     if name not in OF_PROCESSES
 ]

@@ -10,6 +10,5 @@ WITHOUT_TORCH = (
     "sparse",
     "training",
     "hierarchical",
-    "states",
 )
 MODULES = (*WITHOUT_TORCH, "tensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 
@@ -10,24 +11,26 @@ import numpy as np
 from hvd_compress import mpi
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.mpi.transport import notes
-from tests.mpi_scenarios.common import raises, world
+from tests.mpi_scenarios.common import raises, refused, world
 from tests.scenarios import applies
 
 
 @applies(least=2)
 def differing_calls_are_errors_everywhere() -> None:
-    odd = world.rank == world.size - 1
+    odd, x = world.rank == world.size - 1, np.ones(3, np.float32)
     comm = mpi.Communicator(world, timeout=20)
-    with raises(MismatchError, r"float32\[3\]", r"float32\[4\]"):
-        mpi.allreduce(np.ones(4 if odd else 3, np.float32), algorithm="ring", comm=comm)
-    with raises(MismatchError, "rank 0.*float32", "float64"):
-        mpi.allreduce(np.ones(3, np.float64 if odd else np.float32), algorithm="ring", comm=comm)
-    with raises(MismatchError, "sum", "max"):
-        mpi.allreduce(np.ones(3), algorithm="ring", op="max" if odd else "sum", comm=comm)
-    with raises(MismatchError, "ring", "direct"):
-        mpi.allreduce(np.ones(3), algorithm="direct" if odd else "ring", comm=comm)
+    allreduce = functools.partial(mpi.allreduce, comm=comm)
+    longer, wider = np.ones(3 + odd, np.float32), np.ones(3, np.float64 if odd else np.float32)
+    op, algorithm = "max" if odd else "sum", "direct" if odd else "ring"
+    refused(
+        MismatchError,
+        (lambda: allreduce(longer, algorithm="ring"), r"float32\[3\]", r"float32\[4\]"),
+        (lambda: allreduce(wider, algorithm="ring"), "rank 0.*float32", "float64"),
+        (lambda: allreduce(x, algorithm="ring", op=op), "sum", "max"),
+        (lambda: allreduce(x, algorithm=algorithm), "ring", "direct"),
+    )
     # And afterwards the communicator still works.
-    assert mpi.allreduce(np.ones(1), algorithm="ring", comm=comm) == world.size
+    assert allreduce(np.ones(1), algorithm="ring") == world.size
     comm.free()
 
 

@@ -3,45 +3,34 @@ result on all ranks."""
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
-from hvd_compress import Compressor, TopK, as_compressor, mpi
+from hvd_compress import TopK, as_compressor, mpi
 from hvd_compress.blocks import allgather, allreduce, chain, error_feedback, ok_topk, top_k
-from hvd_compress.engines import lockstep
 from hvd_compress.mpi.tuning import choosing
 from hvd_compress.requests.algorithms import SPARSE_SUMS, SUMS
-from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
+from tests.mpi_scenarios.common import SHAPES as SMALL
+from tests.mpi_scenarios.common import (
+    follows_the_lockstep_world,
+    gradients_of,
+    raises,
+    world,
+)
 from tests.scenarios import applies
 
-SHAPES = {"w1": (40, 30), "b1": (30,), "w2": (300, 20), "one": (1,), "none": (0,)}
-
-
-def _gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    generator = np.random.default_rng([rank, step])
-    return {name: generator.standard_normal(shape).astype("f4") for name, shape in SHAPES.items()}
-
-
-def _follows_the_lockstep_world(method: Compressor, tolerance: float, **options: object) -> None:
-    reducer = mpi.Reducer(method, **options)
-    reference = lockstep.World(method, world.size)
-    for step in range(4):
-        own = reducer.reduce(_gradients(world.rank, step))
-        for name in SHAPES:
-            everyone = [_gradients(rank, step)[name] for rank in range(world.size)]
-            expected = reference.exchange(everyone, name)[world.rank]
-            np.testing.assert_allclose(own[name], expected.mean, rtol=tolerance, atol=tolerance)
-            for key, array in expected.state.items():
-                found = reducer.store.states[name][key]
-                np.testing.assert_allclose(found, array, rtol=tolerance, atol=tolerance)
-        assert_same_everywhere(np.concatenate([own[name].reshape(-1) for name in sorted(SHAPES)]))
-    reducer.engine.abandon()
+#: of which the second weight is sent in several blocks
+SHAPES = SMALL | {"w2": (300, 20)}
+_gradients = functools.partial(gradients_of, shapes=SHAPES)
+_follows = functools.partial(follows_the_lockstep_world, shapes=SHAPES)
 
 
 def dense_sums_by_every_algorithm() -> None:
     for algorithm in SUMS:
         for wire in (None, "float16"):
             method = chain(via=allreduce(wire=wire, algorithm=algorithm))
-            _follows_the_lockstep_world(method, 1e-6 if wire is None else 2e-3)
+            _follows(method, tolerance=1e-6 if wire is None else 2e-3)
 
 
 def sparse_sums_by_every_algorithm() -> None:
@@ -49,7 +38,7 @@ def sparse_sums_by_every_algorithm() -> None:
         via = allgather(top_k(0.05), algorithm=algorithm)
         for bucket_bytes in (1, 10**9):
             method = chain(error_feedback(), via=via)
-            _follows_the_lockstep_world(method, 1e-6, bucket_bytes=bucket_bytes)
+            _follows(method, tolerance=1e-6, bucket_bytes=bucket_bytes)
 
 
 @applies(least=2)  # alone, nothing leaves
@@ -80,10 +69,10 @@ def by_way_of_nodes() -> None:
     try:
         for wire in (None, "float16"):
             method = chain(via=allreduce(wire=wire, algorithm="hierarchical"))
-            _follows_the_lockstep_world(method, 1e-6 if wire is None else 2e-3)
+            _follows(method, tolerance=1e-6 if wire is None else 2e-3)
         for bucket_bytes in (1, 10**9):
             method = TopK(density=0.05, algorithm="hierarchical")
-            _follows_the_lockstep_world(method, 1e-6, bucket_bytes=bucket_bytes)
+            _follows(method, tolerance=1e-6, bucket_bytes=bucket_bytes)
     finally:
         choosing.nodes_of = honest
 
@@ -109,7 +98,7 @@ def oktopk_sends_less_than_six_k() -> None:
 
 def a_method_by_name() -> None:
     for text in ("none:algorithm=ring", "dgc:density=0.05,algorithm=split_allgather"):
-        _follows_the_lockstep_world(as_compressor(text), 1e-6)
+        _follows(as_compressor(text), tolerance=1e-6)
     reducer = mpi.Reducer("oktopk:density=0.02")
     first = reducer.reduce(_gradients(world.rank, 0))
     assert 0 < np.count_nonzero(first["w2"]) <= 120  # k of the sums

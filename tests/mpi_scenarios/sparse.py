@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,7 +20,14 @@ from hvd_compress.mpi.sparse import ALGORITHMS
 from hvd_compress.mpi.sparse import messages as sparse_messages
 from hvd_compress.mpi.transport.channel import exchange
 from hvd_compress.wire import encode_sparse, sparse_size
-from tests.mpi_scenarios.common import FLOATS, LAYOUTS, assert_same_everywhere, raises, world
+from tests.mpi_scenarios.common import (
+    FLOATS,
+    LAYOUTS,
+    assert_same_everywhere,
+    raises,
+    refused,
+    world,
+)
 from tests.scenarios import applies
 
 CODECS = ("int32", "packed")
@@ -248,17 +252,6 @@ def auto_follows_the_cost_model() -> None:
 # -- what users see ----------------------------------------------------------------------
 
 
-def the_documentation_runs() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "sparse-collectives.md"
-    (program,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    scope: dict[str, Any] = {}
-    exec(program, scope)
-    want = np.zeros(1000, np.float32)
-    want[:P], want[500], want[900] = 1 / P, 2, 0.5
-    np.testing.assert_allclose(scope["mean"], want, rtol=1e-6)
-    assert_same_everywhere(scope["mean"])
-
-
 def inputs_are_left_alone() -> None:
     mine, copy = vector(RANK, 100, 30), vector(RANK, 100, 30)
     for array in mine:
@@ -276,46 +269,41 @@ def inputs_are_left_alone() -> None:
 
 def refusals_name_the_way_out() -> None:
     mine = _sparse([1, 4], [1, 2])
-    with raises(ConfigError, "algorithm", "split_allgather"):
-        mpi.sparse_allreduce(mine, 5, algorithm="ring")
-    with raises(ConfigError, "op", "mean"):
-        mpi.sparse_allreduce(mine, 5, op="max")
-    with raises(ConfigError, "indices", "packed"):
-        mpi.sparse_allgather(mine, 5, indices="bitmap")
-    with raises(ConfigError, "values", "float16"):
-        mpi.sparse_allgather(mine, 5, values="bfloat16")
-    with raises(ConfigError, "values='float64' is wider", "float32"):
-        mpi.sparse_allgather(mine, 5, values="float64")
-    for n in (-1, 2.5, True):
-        with raises(ConfigError, "n=", "number of elements"):
-            mpi.sparse_allreduce(mine, n)
-    for indices in ([1, 5], [-1, 3], [3, 1], [2, 2]):
-        with raises(ConfigError, "ascending", r"0\.\.4"):
-            mpi.sparse_allreduce(_sparse(indices, [1, 2]), 5)
-    with raises(ConfigError, "float64", "integers"):
-        mpi.sparse_allreduce(Sparse(np.ones(1), np.ones(1)), 5)
-    with raises(ConfigError, "one length"):
-        mpi.sparse_allreduce(Sparse(np.arange(2), np.ones(3)), 5)
-    with raises(ConfigError, "one length"):
-        mpi.sparse_allreduce(Sparse(np.zeros((1, 1), int), np.ones((1, 1))), 5)
-    with raises(UnsupportedError, "int64", "float32"):
-        mpi.sparse_allreduce(Sparse(np.arange(2), np.arange(2)), 5)
-    with raises(ConfigError, "n=6", "5 elements"):
-        mpi.Reduced(np.zeros(5), mine).dense(6)
+    allreduce, allgather = mpi.sparse_allreduce, mpi.sparse_allgather
+    whole = Sparse(np.arange(2), np.arange(2))
+    unequal = Sparse(np.arange(2), np.ones(3)), Sparse(np.zeros((1, 1), int), np.ones((1, 1)))
+    refused(
+        ConfigError,
+        (lambda: allreduce(mine, 5, algorithm="ring"), "algorithm", "split_allgather"),
+        (lambda: allreduce(mine, 5, op="max"), "op", "mean"),
+        (lambda: allgather(mine, 5, indices="bitmap"), "indices", "packed"),
+        (lambda: allgather(mine, 5, values="bfloat16"), "values", "float16"),
+        (lambda: allgather(mine, 5, values="float64"), "values='float64' is wider", "float32"),
+        (lambda: allreduce(Sparse(np.ones(1), np.ones(1)), 5), "float64", "integers"),
+        (lambda: mpi.Reduced(np.zeros(5), mine).dense(6), "n=6", "5 elements"),
+        *((lambda x=x: allreduce(x, 5), "one length") for x in unequal),
+        *((lambda n=n: allreduce(mine, n), "n=", "number of elements") for n in (-1, 2.5, True)),
+        *(
+            (lambda i=indices: allreduce(_sparse(i, [1, 2]), 5), "ascending", r"0\.\.4")
+            for indices in ([1, 5], [-1, 3], [3, 1], [2, 2])
+        ),
+    )
+    refused(UnsupportedError, (lambda: allreduce(whole, 5), "int64", "float32"))
 
 
 @applies(least=2)
 def differing_calls_are_errors_everywhere() -> None:
-    odd = RANK == P - 1
+    odd, mine = RANK == P - 1, _sparse([1], [1])
     comm = mpi.Communicator(world, timeout=20)
-    mine = _sparse([1], [1])
-    with raises(MismatchError, r"\[5\]", r"\[6\]"):
-        mpi.sparse_allreduce(mine, 6 if odd else 5, comm=comm)
-    with raises(MismatchError, "allgather", "auto"):
-        mpi.sparse_allreduce(mine, 5, algorithm="auto" if odd else "allgather", comm=comm)
-    with raises(MismatchError, "float32", "float16"):
-        mpi.sparse_allgather(mine, 5, values="float16" if odd else None, comm=comm)
-    assert mpi.sparse_allreduce(mine, 5, comm=comm).dense(5).tolist() == [0, P, 0, 0, 0]
+    allreduce = functools.partial(mpi.sparse_allreduce, mine, comm=comm)
+    values, algorithm = "float16" if odd else None, "auto" if odd else "allgather"
+    refused(
+        MismatchError,
+        (lambda: allreduce(6 if odd else 5), r"\[5\]", r"\[6\]"),
+        (lambda: allreduce(5, algorithm=algorithm), "allgather", "auto"),
+        (lambda: mpi.sparse_allgather(mine, 5, values=values, comm=comm), "float32", "float16"),
+    )
+    assert allreduce(5).dense(5).tolist() == [0, P, 0, 0, 0]
     comm.free()
 
 

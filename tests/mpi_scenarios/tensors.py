@@ -16,7 +16,7 @@ from tests.mpi_scenarios.common import (
     world,
 )
 from tests.mpi_scenarios.dense import CHUNK, SIZES
-from tests.mpi_scenarios.hierarchical import ALGORITHMS, LAYOUTS
+from tests.mpi_scenarios.hierarchical import rounded_once_for_both_levels
 from tests.mpi_scenarios.sparse import ALGORITHMS as SPARSE
 from tests.mpi_scenarios.sparse import vector
 
@@ -58,17 +58,7 @@ def bfloat16_is_rounded_once() -> None:
 
 
 def bfloat16_is_rounded_once_for_both_levels() -> None:
-    """Numbers whose sums are exact in float32 and not in 16 bits: one rounding is all there is."""
-    generator = np.random.default_rng(0)
-    everyones = generator.integers(-(2**7), 2**7, (P, 999)).astype(np.float32)
-    everyones += generator.integers(0, 2, (P, 999))
-    everyones[:, ::3] *= 8
-    for ranks_per_node in LAYOUTS:
-        for algorithm in ALGORITHMS:
-            options = {"algorithm": algorithm, "nodes": ranks_per_node, "chunk": 256}
-            got = mpi.allreduce(torch.from_numpy(everyones[RANK]).bfloat16(), **options)
-            rounded = torch.from_numpy(everyones).bfloat16().double().sum(0)
-            assert torch.equal(got, rounded.bfloat16())
+    rounded_once_for_both_levels(lambda x: torch.from_numpy(x).bfloat16())
 
 
 def sparse_tensors_come_back_as_tensors() -> None:

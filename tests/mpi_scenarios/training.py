@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import numpy as np
 
@@ -14,25 +13,22 @@ from hvd_compress import (
     mpi,
     warmup_to,
 )
-from hvd_compress.backends import numpy as numpy_backend
-from hvd_compress.base import Compressor, Context, Outcome, State
+from hvd_compress.base import Outcome
 from hvd_compress.engines import lockstep
-from hvd_compress.engines.joining import Member, joined
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.requests import Gather, Max, Sum
-from hvd_compress.stats import Record
 from tests.method_table import ROWS
-from tests.mpi_scenarios.common import assert_same_everywhere, raises, world
+from tests.mpi_scenarios.common import (
+    SHAPES,
+    assert_same_everywhere,
+    follows_the_lockstep_world,
+    gradients_of,
+    raises,
+    refused,
+    world,
+)
 from tests.scenarios import applies
 from tests.stateless import Stateless
-
-SHAPES = {"w1": (40, 30), "b1": (30,), "w2": (30, 20), "b2": (20,), "one": (1,), "none": (0,)}
-
-
-def _gradients(rank: int, step: int, dtype: str = "float32") -> dict[str, np.ndarray]:
-    generator = np.random.default_rng([rank, step])
-    return {name: generator.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
-
 
 KINDS = (
     "none",
@@ -57,49 +53,9 @@ def same_bits_as_the_lockstep_world() -> None:
             momentum = 0.0
         nesterov = row.context.get("nesterov", False)
         variants = (("float32", 3000), ("float16", 10**9), ("float64", 1))
-        _compare(row.method, momentum, nesterov, *variants[number % len(variants)])
-
-
-def _compare(
-    method: Compressor, momentum: float, nesterov: bool, dtype: str, bucket_bytes: int
-) -> None:
-    reducer = mpi.Reducer(
-        method, bucket_bytes=bucket_bytes, momentum=momentum, nesterov=nesterov, comm=_comm()
-    )
-    reducer.set_epoch(1)
-    states: dict[str, list[State]] = {}
-    for step in range(3):
-        everyones = [_gradients(rank, step, dtype) for rank in range(world.size)]
-        mine = everyones[world.rank]
-        names = list(mine)
-        turn = (step + world.rank) % len(names)  # ready in another order on each rank
-        for name in names[turn:] + names[:turn]:
-            reducer.start(name, mine[name])
-        directions = reducer.finish()
-        norms = [math.hypot(*(numpy_backend.norm(g) for g in own.values())) for own in everyones]
-        context = Context(size=world.size, step=step, epoch=1, momentum=momentum, nesterov=nesterov)
-        exchanges = []
-        for rank, own in enumerate(everyones):  # in one bucket
-            members = []
-            context = context._replace(rank=rank, gradient_norm=norms[rank])
-            for name in names:
-                own_method = method.for_tensor(name, own[name].shape)
-                state = states[name][rank] if step else own_method.init(own[name])
-                exchange = own_method.exchange(own[name], state, context._replace(name=name))
-                members.append(Member(name, exchange, Record()))
-            exchanges.append(joined(members, rank, world.size))
-        outcomes = lockstep.run(exchanges)
-        for name in names:
-            states[name] = [outcome[name].state for outcome in outcomes]
-            want = outcomes[world.rank][name]
-            assert directions[name].dtype == dtype
-            assert directions[name].tobytes() == want.direction.tobytes(), (method, name, step)
-            for key, value in want.state.items():
-                assert reducer.store.states[name][key].tobytes() == value.tobytes(), (
-                    method,
-                    name,
-                    key,
-                )
+        dtype, nbytes = variants[number % len(variants)]
+        options = {"momentum": momentum, "nesterov": nesterov, "comm": _comm()}
+        follows_the_lockstep_world(row.method, dtype=dtype, bucket_bytes=nbytes, **options)
 
 
 def double_buffering_keeps_a_residual_a_buffer() -> None:
@@ -137,13 +93,13 @@ def a_state_that_one_rank_alone_has_loaded_is_noticed() -> None:
     for method in ("randomk:density=0.1", "oktopk"):
         reducer = mpi.Reducer(method)
         for step in range(2):
-            reducer.reduce(_gradients(world.rank, step))
+            reducer.reduce(gradients_of(world.rank, step))
         saved = reducer.state_dict()
         fresh = mpi.Reducer(method)
         if world.rank == 0:
             fresh.load_state_dict(saved)
         with raises(MismatchError, "  step", "rank 0: 2", ": 0"):
-            fresh.reduce(_gradients(world.rank, 2))
+            fresh.reduce(gradients_of(world.rank, 2))
         for owner in (reducer, fresh):  # what has left cannot be called back
             owner.engine.close()
     with raises(MismatchError, "seed", "rank 0: 0"):
@@ -170,7 +126,7 @@ def several_rounds_of_all_kinds() -> None:
     for bucket_bytes in (1, 10**9):
         reducer = mpi.Reducer(_Rounds(), bucket_bytes=bucket_bytes)
         for step in range(3):
-            everyones = [_gradients(rank, step) for rank in range(world.size)]
+            everyones = [gradients_of(rank, step) for rank in range(world.size)]
             directions = reducer.reduce(everyones[world.rank])
             for name in SHAPES:
                 total = everyones[0][name].copy()
@@ -180,14 +136,14 @@ def several_rounds_of_all_kinds() -> None:
 
 
 def refusals_name_the_way_out() -> None:
-    reducer = mpi.Reducer("topk")
-    reducer.start("w", np.ones(10, np.float32))
-    with raises(ConfigError, "w", "finish"):
-        reducer.start("w", np.ones(10, np.float32))
+    reducer, one = mpi.Reducer("topk"), np.ones(10, np.float32)
+    by_epoch = mpi.Reducer(DGC(density=warmup_to(0.001, epochs=2)))
+    reducer.start("w", one)
+    refused(
+        ConfigError,
+        (lambda: reducer.start("w", one), "w", "finish"),
+        (lambda: mpi.Reducer("fp16", momentum=0.9), "fp16", "momentum"),
+        (lambda: mpi.Reducer("topk", bucket_bytes=0), "bucket_bytes"),
+        (lambda: by_epoch.reduce({"w": np.ones((9, 9))}), "set_epoch"),
+    )
     reducer.finish()
-    with raises(ConfigError, "fp16", "momentum"):
-        mpi.Reducer("fp16", momentum=0.9)
-    with raises(ConfigError, "bucket_bytes"):
-        mpi.Reducer("topk", bucket_bytes=0)
-    with raises(ConfigError, "set_epoch"):
-        mpi.Reducer(DGC(density=warmup_to(0.001, epochs=2))).reduce({"w": np.ones((9, 9))})

@@ -14,12 +14,15 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+Errors = type[BaseException] | tuple[type[BaseException], ...]
 
 
 def horovod_only(function: Callable[[], None]) -> Callable[[], None]:
@@ -72,14 +75,17 @@ def names(
 
 @functools.cache
 def _functions(package: str, module: str) -> dict[str, list[dict[str, Any] | None]]:
-    """The conditions that ``applies`` is given for each function, and ``None`` for
-    ``horovod_only``."""
+    """The conditions that ``applies`` is given for each function, those of ``APPLIES``, which are
+    the module's, and ``None`` for ``horovod_only``."""
     source = (Path(__file__).parent.parent / package / f"{module}.py").read_text()
     found: dict[str, list[dict[str, Any] | None]] = {}
+    of_all: list[dict[str, Any] | None] = []
     for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "APPLIES":
+            of_all = [ast.literal_eval(node.value)]
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_") or node.args.args:
             continue
-        decorators = found[node.name] = []
+        decorators = found[node.name] = [*of_all]
         for decorator in node.decorator_list:
             if ast.unparse(decorator) == "horovod_only":
                 decorators.append(None)
@@ -95,6 +101,26 @@ def _applies(given: dict[str, Any] | None, over: str | None, ranks: int | None) 
     if ranks is not None and not given.get("least", 1) <= ranks <= (given.get("most") or ranks):
         return False
     return over is None or over.partition("-")[0] in (given.get("over") or over)
+
+
+def raises(error: Errors, *words: str) -> Any:
+    """``with raises(ConfigError, "dampening")``: the message must contain the words."""
+    import pytest
+
+    return pytest.raises(error, match="(?s)" + ".*".join(words))
+
+
+def refused(error: Errors, *rows: tuple[Any, ...]) -> None:
+    """Each row is a call without arguments, and words of the error that it must raise."""
+    for call, *words in rows:
+        try:
+            call()
+        except error as found:
+            text = str(found)
+        else:
+            raise AssertionError(f"no error with the words {words}")
+        if not re.search("(?s)" + ".*".join(words), text):
+            raise AssertionError(f"{words} are not in: {text}")
 
 
 def of_program(module: Mapping[str, Any]) -> dict[str, Callable[[], None]]:

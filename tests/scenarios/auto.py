@@ -13,15 +13,7 @@ import torch
 
 from hvd_compress.advisor import auto, meeting
 from tests.scenarios import applies
-from tests.scenarios.common import (
-    assert_close,
-    assert_same_everywhere,
-    distribute,
-    loss_of,
-    make_model,
-    sgd,
-    train,
-)
+from tests.scenarios.common import assert_close, assert_same_everywhere, begin, train, train_scaled
 from tests.scenarios.driver import assert_same_everywhere as same_weights
 from tests.scenarios.driver import hvd, make
 from tests.scenarios.driver import train as train_run
@@ -30,11 +22,6 @@ TEXT = "topk:density=0.05"
 AUTO = hvd.Auto(steps=2)
 #: steps until the choice
 CHOICE = auto.UNEVEN + AUTO.steps
-
-
-def begin(compression: Any = AUTO, **options: Any) -> tuple[torch.nn.Module, Any]:
-    model = make_model()
-    return model, distribute(sgd(model, **options), model, compression)
 
 
 def reducer_of(optimizer: Any) -> Any:
@@ -73,7 +60,7 @@ def one_of_them_is_chosen_by_what_is_measured() -> None:
 
 
 def ranks_with_other_clocks_choose_alike() -> None:
-    model, optimizer = begin()
+    model, optimizer = begin(AUTO)
     still(optimizer, 10.0 ** (3 * hvd.rank() - 4))
     train(model, optimizer, range(CHOICE + 4))
     facts(optimizer)
@@ -88,7 +75,7 @@ def waits(optimizer: Any) -> bool:
 
 @applies(least=2)
 def checkpoints_have_the_choice() -> None:
-    model, optimizer = begin()
+    model, optimizer = begin(AUTO)
     still(optimizer)
     with chosen(TEXT):
         train(model, optimizer, range(CHOICE + 3))
@@ -96,9 +83,8 @@ def checkpoints_have_the_choice() -> None:
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     found = facts(optimizer)
-    copy = make_model()
+    copy, again = begin(AUTO)
     copy.load_state_dict(model.state_dict())
-    again = distribute(sgd(copy), copy, AUTO)
     still(again)
     file.seek(0)
     again.load_state_dict(torch.load(file))
@@ -108,8 +94,7 @@ def checkpoints_have_the_choice() -> None:
     assert facts(again) == found
     assert_same_everywhere(copy)
     # Loaded on one rank and broadcast.
-    third = make_model()
-    optimizer_3 = distribute(sgd(third), third, AUTO)
+    third, optimizer_3 = begin(AUTO)
     still(optimizer_3)
     file.seek(0)
     if hvd.rank() == 0:
@@ -125,15 +110,11 @@ def checkpoints_have_the_choice() -> None:
 def loss_scaling_goes_on_through_the_choice() -> None:
     models = []
     for scales in (True, False):
-        model, optimizer = begin()
+        model, optimizer = begin(AUTO)
         still(optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scales)
         with chosen(TEXT):
-            for step in range(CHOICE + 6):
-                optimizer.zero_grad()
-                scaler.scale(loss_of(model, hvd.rank(), step)).backward()
-                scaler.step(optimizer)
-                scaler.update()
+            train_scaled(model, optimizer, scaler, range(CHOICE + 6))
         assert facts(optimizer)["method"] == TEXT
         assert_same_everywhere(model)
         models.append(model)
@@ -151,7 +132,7 @@ def embeddings_with_sparse_gradients() -> None:
 
 
 def statistics_may_begin_anew_in_every_step() -> None:
-    model, optimizer = begin()
+    model, optimizer = begin(AUTO)
     for step in range(CHOICE + 4):
         train(model, optimizer, [step])
         facts(optimizer)
@@ -160,7 +141,7 @@ def statistics_may_begin_anew_in_every_step() -> None:
 
 
 def momentum_stays_the_optimizers() -> None:
-    model, optimizer = begin(momentum=0.9)
+    model, optimizer = begin(AUTO, momentum=0.9)
     train(model, optimizer, range(2))
     assert optimizer.param_groups[0]["momentum"] == 0.9
     assert not optimizer.compression.store.momentum_side.is_taken

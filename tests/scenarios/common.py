@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable
+import io
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +18,8 @@ from tests.scenarios.driver import hvd
 
 Model = torch.nn.Module
 LR = 0.05
+#: options of :func:`sgd`, apart from those of ``DistributedOptimizer``
+OF_SGD = {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "fused"}
 
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Model:
@@ -40,32 +46,160 @@ def loss_of(model: Model, rank: int, step: int) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(x.to(dtype)).float(), y)
 
 
+def words_model(sparse: bool) -> Model:
+    """An embedding, whose gradients are ``sparse`` or not, and a layer."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(50, 30, sparse=sparse), torch.nn.Linear(30, 5))
+
+
+def words_loss_of(model: Model, rank: int, step: int) -> torch.Tensor:
+    words = torch.randint(0, 50, (12,), generator=torch.Generator().manual_seed(100 * rank + step))
+    return torch.nn.functional.cross_entropy(model(words), words % 5)
+
+
 def sgd(model: Model, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), **{"lr": LR, "momentum": 0.9, **options})
 
 
-def distribute(optimizer: Any, model: Model, compression: Any, **options: Any) -> Any:
-    return hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=compression, **options
-    )
+def distribute(optimizer: Any, model: Model | None, compression: Any, **options: Any) -> Any:
+    """``model`` ``None``: without names of parameters."""
+    if model is not None:
+        options["named_parameters"] = model.named_parameters()
+    return hvd.DistributedOptimizer(optimizer, compression=compression, **options)
 
 
-def train(model: Model, optimizer: Any, steps: Iterable[int], rank: int | None = None) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank() if rank is None else rank, step).backward()
-        optimizer.step()
+def begin(
+    compression: Any, model: Model | None = None, seed: int = 0, **options: Any
+) -> tuple[Model, Any]:
+    """A model and its distributed optimizer, which is SGD.
+
+    Args:
+        model: a new one of :func:`make_model` with ``seed`` unless given.
+        options: those in ``OF_SGD`` are SGD's, all others go to ``DistributedOptimizer``.
+    """
+    model = make_model(seed) if model is None else model
+    own = {name: options.pop(name) for name in OF_SGD & options.keys()}
+    return model, distribute(sgd(model, **own), model, compression, **options)
 
 
-def dense_reference(
-    model: Model, optimizer: Any, steps: Iterable[int], ranks: int | None = None
+def train(
+    model: Model, optimizer: Any, steps: Iterable[int], of_rank: Callable[..., Any] = loss_of
 ) -> None:
-    """Plain training in this process alone, on the average of all ranks' gradients."""
-    ranks = hvd.size() if ranks is None else ranks
     for step in steps:
         optimizer.zero_grad()
-        (sum(loss_of(model, rank, step) for rank in range(ranks)) / ranks).backward()
+        of_rank(model, hvd.rank(), step).backward()
         optimizer.step()
+
+
+def backward(model: Model, optimizer: Any, step: int) -> None:
+    """The pass of a step, which is not finished."""
+    optimizer.zero_grad()
+    loss_of(model, hvd.rank(), step).backward()
+
+
+def train_scaled(
+    model: Model,
+    optimizer: Any,
+    scaler: torch.amp.GradScaler,
+    steps: Iterable[int],
+    spoilt: Collection[int] = (),
+) -> None:
+    """Train under loss scaling; in steps that are ``spoilt``, the loss of rank 0 is Inf or NaN."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), step)
+        if step in spoilt and hvd.rank() == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def goes_on_from_a_checkpoint(
+    start: Callable[[int], tuple[Model, Any]],
+    steps: int,
+    more: int = 4,
+    train: Callable[..., None] = train,
+) -> list[str]:
+    """Each rank saves a run of ``start(seed)``: another one that loads it takes the same steps.
+    Returns the warnings that came with saving."""
+    model, optimizer = start(0)
+    train(model, optimizer, range(steps))
+    file = io.BytesIO()
+    with warned() as said:
+        torch.save([model.state_dict(), optimizer.state_dict()], file)
+    again, resumed = start(1)
+    file.seek(0)
+    weights, state = torch.load(file)
+    again.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    owner = resumed.training if hasattr(resumed, "training") else resumed.compression
+    assert owner.step == steps
+    for run in ((model, optimizer), (again, resumed)):
+        train(*run, range(steps, steps + more))
+    assert_equal(again, model)
+    return said
+
+
+@dataclasses.dataclass
+class User:
+    """Someone who writes a program: distributed, with the batches of this rank, or plain, with
+    those of all ranks in this process alone."""
+
+    ranks: Collection[int]
+    distributes: bool
+
+    def distribute(
+        self, optimizer: Any, model: Model | None, compression: Any, **options: Any
+    ) -> Any:
+        if not self.distributes:
+            return optimizer
+        return distribute(optimizer, model, compression, **options)
+
+    def begin(self, model: Model, compression: Any, **options: Any) -> Any:
+        """Return the optimizer of :func:`begin`, or plain SGD."""
+        if self.distributes:
+            return begin(compression, model, **options)[1]
+        return sgd(model, **{name: options[name] for name in OF_SGD & options.keys()})
+
+    def loss(self, model: Model, step: int, of_rank: Callable[..., Any] = loss_of) -> torch.Tensor:
+        """Return the mean over the ranks."""
+        return sum(of_rank(model, rank, step) for rank in self.ranks) / len(self.ranks)
+
+    def train(
+        self,
+        model: Model,
+        optimizer: Any,
+        steps: Iterable[int],
+        of_rank: Callable[..., Any] = loss_of,
+    ) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            self.loss(model, step, of_rank).backward()
+            optimizer.step()
+
+
+def as_distributed(program: Callable[..., Any], *args: Any) -> Any:
+    return program(User([hvd.rank()], distributes=True), *args)
+
+
+def as_plain(program: Callable[..., Any], *args: Any) -> Any:
+    return program(User(range(hvd.size()), distributes=False), *args)
+
+
+def trains_as_plain(
+    program: Callable[..., Model], *args: Any, rtol: float = 1e-4, atol: float = 1e-5
+) -> None:
+    """``program(user, *args)`` returns the same model, distributed and plain; and all ranks have
+    the same bits."""
+    model = as_distributed(program, *args)
+    assert_same_everywhere(model)
+    assert_close(model, as_plain(program, *args), rtol, atol)
+
+
+def dense_reference(model: Model, optimizer: Any, steps: Iterable[int]) -> None:
+    """Plain training in this process alone, on the average of all ranks' gradients."""
+    as_plain(User.train, model, optimizer, steps)
 
 
 def lockstep_reference(
@@ -73,12 +207,11 @@ def lockstep_reference(
     compressor: Any,
     steps: int,
     *,
-    momentum: float = 0.9,
-    nesterov: bool = False,
     direction: Callable[[str, torch.nn.Parameter, torch.Tensor], torch.Tensor] = lambda n, p, g: g,
-) -> World:
-    """Compressed training of all ranks in this process: exchanges in the lockstep world, and
-    ``w = w - lr * direction``."""
+    **options: Any,
+) -> None:
+    """Compressed training of all ranks in this process: exchanges in the lockstep world, with
+    momentum 0.9 unless given, and ``w = w - lr * direction``."""
     world = World(compressor, hvd.size())
     for step in range(steps):
         gradients = []
@@ -86,18 +219,42 @@ def lockstep_reference(
             model.zero_grad()
             loss_of(model, rank, step).backward()
             gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        outcomes = world.exchange_all(gradients, **{"momentum": 0.9, **options})[hvd.rank()]
         for name, p in model.named_parameters():
-            outcome = world.exchange(
-                [g[name] for g in gradients], name=name, momentum=momentum, nesterov=nesterov
-            )[hvd.rank()]
             with torch.no_grad():
-                p.add_(direction(name, p, outcome.direction), alpha=-LR)  # as SGD rounds
-    return world
+                p.add_(direction(name, p, outcomes[name].direction), alpha=-LR)  # as SGD rounds
 
 
 def assert_close(model: Model, other: Model, rtol: float = 1e-4, atol: float = 1e-5) -> None:
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_equal(model: Model, other: Model) -> None:
+    """They hold the same bits."""
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def states_of(optimizer: Any) -> dict[str, Mapping[str, torch.Tensor]]:
+    """A copy of all that the compression keeps, by parameter."""
+    store = optimizer.compression.store
+    return {name: {k: x.clone() for k, x in store.get(name).items()} for name in store.names()}
+
+
+def assert_equal_states(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@contextlib.contextmanager
+def warned(*words: str) -> Iterator[list[str]]:
+    """The warnings of the block that have one of these words, of all unless there are any."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    texts = [str(each.message) for each in caught]
+    found += [text for text in texts if not words or any(word in text for word in words)]
 
 
 def assert_same_everywhere(

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tests.scenarios import Errors
+from tests.scenarios import raises as raises
 from tests.scenarios.oracle import Setup
-
-Errors = type[BaseException] | tuple[type[BaseException], ...]
 
 over, _, library = os.environ.get("SCENARIOS_OVER", "horovod").partition("-")
 _MODULES = {"horovod": "torch", "mpi": "torch", "tensorflow": "tensorflow", "tape": "tensorflow"}
@@ -154,10 +154,3 @@ def embedding_of(run: Run) -> Any:
     """The counts of the embedding of a network with words."""
     layers = run.compression.stats().layers
     return next(record for name, record in layers.items() if "embedding" in name)
-
-
-def raises(error: Errors, *words: str) -> Any:
-    """``with raises(ConfigError, "dampening")``: the message must contain the words."""
-    import pytest
-
-    return pytest.raises(error, match="(?s)" + ".*".join(words))

@@ -3,7 +3,6 @@ numbers or weights of their own."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,127 +11,98 @@ import torch
 from hvd_compress.torch import DGC, ConfigError, MismatchError, NoCompression, OneBit, TopK
 from tests.scenarios import applies
 from tests.scenarios.common import (
-    assert_close,
+    assert_equal,
+    assert_equal_states,
     assert_same_everywhere,
+    backward,
+    begin,
     distribute,
     loss_of,
     make_model,
-    sgd,
+    states_of,
     train,
+    warned,
 )
 from tests.scenarios.driver import hvd, raises
 
 METHODS = (DGC(density=0.05), TopK(density=0.05), OneBit(), "powersgd:rank=1")
 
 
-def _twins(compression: Any, **options: Any) -> list[Any]:
-    models = [make_model() for _ in range(2)]
-    return [(m, distribute(sgd(m), m, compression, **options)) for m in models]
-
-
-def _states(optimizer: Any) -> dict[str, Any]:
-    store = optimizer.compression.store
-    return {name: {k: x.clone() for k, x in store.get(name).items()} for name in store.names()}
-
-
 def _assert_twins(one: Any, other: Any) -> None:
     (model, optimizer), (twin, its_optimizer) = one, other
-    assert_close(model, twin, rtol=0, atol=0)
-    torch.testing.assert_close(_states(optimizer), _states(its_optimizer), rtol=0, atol=0)
+    assert_equal(model, twin)
+    assert_equal_states(states_of(optimizer), states_of(its_optimizer))
     assert optimizer.compression.step == its_optimizer.compression.step
 
 
-def discarded_steps_leave_no_trace() -> None:
-    for compression in METHODS:
-        one, other = _twins(compression)
-        model, optimizer = one
-        optimizer.compression.keep_undo()
-        for first in (0, 2):
-            train(*one, range(first, first + 2))
-            train(*other, range(first, first + 2))
-            optimizer.zero_grad()
-            (100 * loss_of(model, hvd.rank(), 50)).backward()
-            if first:  # its averages are known already
-                optimizer.synchronize()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.compression.discard()
-            assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
-            optimizer.zero_grad()
-        train(*one, range(4, 6))
-        train(*other, range(4, 6))
-        _assert_twins(one, other)
+def unfinished(model: Any, optimizer: Any) -> None:
+    (100 * loss_of(model, hvd.rank(), 50)).backward()
+    optimizer.compression.discard()
 
 
-def _dropping_leaves_no_trace(compression: Any, drop: Callable[[Any, Any], None]) -> None:
-    one, other = _twins(compression)
+def finished(model: Any, optimizer: Any) -> None:
+    """Its averages are known already."""
+    (100 * loss_of(model, hvd.rank(), 50)).backward()
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.compression.discard()
+
+
+def leaves_no_trace(drop: Callable[[Any, Any], None], one: Any, other: Any) -> None:
+    """A run goes on as the other, which never saw the gradients that are dropped."""
     model, optimizer = one
     optimizer.compression.keep_undo()
-    train(*one, range(2))
-    train(*other, range(2))
+    for run in (one, other):
+        train(*run, range(2))
     optimizer.zero_grad()
     drop(model, optimizer)
-    train(*one, range(2, 4))
-    train(*other, range(2, 4))
+    assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
+    for run in (one, other):
+        train(*run, range(2, 4))
     _assert_twins(one, other)
 
 
-def a_rank_without_gradients_discards_with_the_others() -> None:
-    def drop(model, optimizer):
+def discarded_steps_leave_no_trace() -> None:
+    def of_rank_0(model: Any, optimizer: Any) -> None:
         if hvd.rank() == 0:
             loss_of(model, 0, 50).backward()
         optimizer.compression.discard()
 
-    _dropping_leaves_no_trace(TopK(density=0.05), drop)
-
-
-def zeroing_what_was_synchronized_discards_it() -> None:
-    def drop(model, optimizer):
+    def zeroed(model: Any, optimizer: Any) -> None:
         loss_of(model, hvd.rank(), 50).backward()
         optimizer.synchronize()  # as the other loss of a GAN leaves gradients that are not wanted
         optimizer.zero_grad()
 
-    _dropping_leaves_no_trace(DGC(density=0.05), drop)
+    rows = [(drop, method) for method in METHODS for drop in (unfinished, finished)]
+    for drop, method in (*rows, (of_rank_0, TopK(density=0.05)), (zeroed, DGC(density=0.05))):
+        leaves_no_trace(drop, begin(method), begin(method))
 
 
 def gradients_that_are_dropped_are_spoken_of_once() -> None:
     for compression, count in ((TopK(density=0.05), 1), (NoCompression(), 0)):
-        model = make_model()
-        optimizer = distribute(sgd(model), model, compression)
+        model, optimizer = begin(compression)
         train(model, optimizer, range(2))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned("keep_undo") as said:
             for step in (2, 3):
-                optimizer.zero_grad()
-                loss_of(model, hvd.rank(), step).backward()
+                backward(model, optimizer, step)
                 optimizer.synchronize()
                 optimizer.zero_grad()
-        assert len([w for w in caught if "keep_undo" in str(w.message)]) == count
+        assert len(said) == count
         with raises(ConfigError, r"keep_undo\(\) once, before training"):
             optimizer.compression.discard()
 
 
-def the_error_of_zero_grad_names_the_ways_out() -> None:
-    model = make_model()
-    optimizer = distribute(sgd(model), model, TopK(density=0.05))
-    loss_of(model, hvd.rank(), 0).backward()
-    for way in (r"requires_grad_\(False\)", r"compression\.discard\(\)"):
-        with raises(AssertionError, way):
-            optimizer.zero_grad()
-    optimizer.step()
-
-
 def frozen_parameters_keep_what_waits() -> None:
     """The first way out: in the pass of the other loss nothing of them is exchanged."""
-    model = make_model()
-    optimizer = distribute(sgd(model), model, TopK(density=0.05))
+    model, optimizer = begin(TopK(density=0.05))
     train(model, optimizer, range(2))
-    before, step = _states(optimizer), optimizer.compression.step
+    before, step = states_of(optimizer), optimizer.compression.step
     model.requires_grad_(False)
     x = torch.randn(4, 40, requires_grad=True, device=next(model.parameters()).device)
     model(x).sum().backward()
     model.requires_grad_(True)
     optimizer.zero_grad()
-    torch.testing.assert_close(_states(optimizer), before, rtol=0, atol=0)
+    assert_equal_states(states_of(optimizer), before)
     assert optimizer.compression.step == step
 
 
@@ -186,25 +156,17 @@ def changes_before_the_step_are_spoken_of_once() -> None:
     rows = ((scale, 1), (replace, 1), (clip, 1), (nothing, 0), (averages, 0))
     for compression in (TopK(density=0.05), NoCompression(), "powersgd", OneBit()):
         for change, count in rows:
-            model = make_model()
-            optimizer = distribute(sgd(model), model, compression)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            model, optimizer = begin(compression)
+            with warned("between backward() and step()") as said:
                 for step in range(4):
-                    optimizer.zero_grad()
-                    loss_of(model, hvd.rank(), step).backward()
+                    backward(model, optimizer, step)
                     change(model, optimizer)
                     if change is averages:
                         with optimizer.skip_synchronize():
                             optimizer.step()
                     else:
                         optimizer.step()
-            told = [w for w in caught if "between backward() and step()" in str(w.message)]
-            assert len(told) == count, (
-                compression,
-                change.__name__,
-                [str(w.message) for w in told],
-            )
+            assert len(said) == count, (compression, change.__name__, said)
 
 
 @applies(least=2)
@@ -228,8 +190,7 @@ def numbers_of_the_optimizer_that_differ_are_an_error() -> None:
 
 
 def rates_may_be_scheduled_and_differ_by_rounding() -> None:
-    model = make_model()
-    optimizer = distribute(sgd(model), model, TopK(density=0.05))
+    model, optimizer = begin(TopK(density=0.05))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
     for step in range(5):
         train(model, optimizer, [step])
@@ -240,12 +201,10 @@ def rates_may_be_scheduled_and_differ_by_rounding() -> None:
 
 @applies(least=2)
 def weights_that_differ_are_an_error() -> None:
-    model = make_model(seed=hvd.rank())  # and nobody has broadcast them
-    optimizer = distribute(sgd(model), model, TopK(density=0.05))
+    run = begin(TopK(density=0.05), seed=hvd.rank())  # and nobody has broadcast them
     with raises(MismatchError, "broadcast_parameters"):
-        train(model, optimizer, range(2))
-    model = make_model()
-    optimizer = distribute(sgd(model), model, TopK(density=0.05))
+        train(*run, range(2))
+    model, optimizer = begin(TopK(density=0.05))
     train(model, optimizer, range(2))
     if hvd.rank() == 0:
         with torch.no_grad():
@@ -255,22 +214,20 @@ def weights_that_differ_are_an_error() -> None:
 
 
 def weights_may_differ_by_rounding() -> None:
-    model = make_model()
-    optimizer = distribute(sgd(model), model, NoCompression())
+    model, optimizer = begin(NoCompression())
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1 + 1e-6 * hvd.rank())
     train(model, optimizer, range(70))
     assert optimizer.compression.step == 70
-    model = make_model()
-    optimizer = distribute(sgd(model), model, NoCompression())
+    model, optimizer = begin(NoCompression())
     train(model, optimizer, range(2))
     assert_same_everywhere(model)
 
 
 def a_step_that_a_scaler_leaves_out_leaves_no_trace() -> None:
     """One tensor of four has an Inf; what was sent of the other three would be lost."""
-    one, other = _twins(TopK(density=0.05))
+    one, other = begin(TopK(density=0.05)), begin(TopK(density=0.05))
     one[1].compression.keep_undo()
     device = next(one[0].parameters()).device.type
     scalers = [torch.amp.GradScaler(device, init_scale=16.0) for _ in range(2)]

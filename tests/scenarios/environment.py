@@ -18,16 +18,24 @@ class _Lines(logging.Handler):
 
 
 @contextmanager
-def environment(text: str | None) -> Iterator[list[str]]:
+def logged() -> Iterator[list[str]]:
     handler, logger = _Lines(), logging.getLogger("hvd_compress")
     logger.addHandler(handler)
-    if text is not None:
-        os.environ["HVD_COMPRESSION"] = text
     try:
         yield handler.lines
     finally:
-        os.environ.pop("HVD_COMPRESSION", None)
         logger.removeHandler(handler)
+
+
+@contextmanager
+def environment(text: str | None) -> Iterator[list[str]]:
+    if text is not None:
+        os.environ["HVD_COMPRESSION"] = text
+    try:
+        with logged() as lines:
+            yield lines
+    finally:
+        os.environ.pop("HVD_COMPRESSION", None)
 
 
 def assert_said(lines: list[str], rank: int, *beginnings: str) -> None:

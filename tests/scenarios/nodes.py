@@ -25,30 +25,45 @@ from tests.in_nodes import (
     lockstep,
     uneven_model,
 )
-from tests.scenarios import applies, horovod_only
+from tests.scenarios import applies, horovod_only, refused
 from tests.scenarios.common import (
     LR,
+    User,
     assert_close,
+    assert_equal,
     assert_same_everywhere,
+    backward,
+    begin,
     dense_reference,
     distribute,
     loss_of,
     sgd,
     train,
+    train_scaled,
+    trains_as_plain,
 )
 from tests.scenarios.driver import hvd, raises
+from tests.scenarios.dropped import finished, leaves_no_trace, unfinished
 
+#: of all scenarios here
+APPLIES = {"least": 4, "most": 4}
 STEPS = 4
 DGC_TEXT = "dgc:density=0.05,min_size=0"
 
 
 def _run(method: Any, momentum: float = 0.0, nodes: Any = NODES, **options: Any) -> Any:
     """Small buckets, so that there are several."""
-    model = uneven_model()
-    optimizer = distribute(sgd(model, momentum=momentum), model, method, nodes=nodes, **options)
+    model, optimizer = begin(method, uneven_model(), momentum=momentum, nodes=nodes, **options)
     reducer = optimizer.compression.reducer
     reducer.buckets.nbytes, reducer.intake.nbytes = 1000, 2000
     return model, optimizer
+
+
+def _trained(*args: Any, **options: Any) -> Any:
+    run = _run(*args, **options)
+    train(*run, range(STEPS))
+    assert_same_everywhere(run[0])
+    return run
 
 
 def _place() -> int:
@@ -61,25 +76,16 @@ def _own(optimizer: Any, key: str = "residual") -> dict[str, torch.Tensor]:
     return {name: x.clone() for name, x in found.items()}
 
 
-def _same_bits(model: torch.nn.Module, other: torch.nn.Module) -> None:
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q), name
-
-
-@applies(least=4, most=4)
 def trains_as_the_lockstep_world_of_nodes() -> None:
     for method, momentum in FOLLOWING:
-        model, optimizer = _run(method, momentum)
-        train(model, optimizer, range(STEPS))
-        assert_same_everywhere(model)
+        model, _ = _trained(method, momentum)
         reference = lockstep(method, STEPS, loss_of, momentum)
         if method.startswith(SAME_BITS):
-            _same_bits(model, reference)
+            assert_equal(model, reference)
         else:
             assert_close(model, reference)
 
 
-@applies(least=4, most=4)
 def a_rank_has_its_share_of_states_and_of_bytes_between_nodes() -> None:
     (model, optimizer), (whole, all_of_it) = (
         _run("topk:density=0.05", nodes=nodes) for nodes in (NODES, None)
@@ -100,12 +106,10 @@ def a_rank_has_its_share_of_states_and_of_bytes_between_nodes() -> None:
     assert math.isclose(mine.bytes_received, theirs.bytes_received / 6, rel_tol=0.15)
 
 
-@applies(least=4, most=4)
 def exchanges_between_nodes_begin_during_backward() -> None:
     model, optimizer = _run("topk:density=0.05")
     train(model, optimizer, range(2))
-    optimizer.zero_grad()
-    loss_of(model, hvd.rank(), 2).backward()
+    backward(model, optimizer, 2)
     engine, limit = optimizer.compression.engine, time.monotonic() + 60
     while not engine._in_flight:
         optimizer.compression.reducer.poll()
@@ -114,57 +118,44 @@ def exchanges_between_nodes_begin_during_backward() -> None:
     assert_same_everywhere(model)
 
 
-@applies(least=4, most=4)
 def one_node_exchanges_nothing_and_nodes_of_one_rank_are_plain() -> None:
     plain = uneven_model()
     dense_reference(plain, sgd(plain, momentum=0.0), range(STEPS))
     for nodes in (1, "auto"):  # on this machine
-        model, optimizer = _run("none", nodes=nodes)
-        train(model, optimizer, range(STEPS))
-        assert_same_everywhere(model)
-        assert_close(model, plain)
-        model, optimizer = _run(DGC_TEXT, 0.9, nodes=nodes)
-        train(model, optimizer, range(STEPS))
-        assert_same_everywhere(model)
+        assert_close(_trained("none", nodes=nodes)[0], plain)
+        _, optimizer = _trained(DGC_TEXT, 0.9, nodes=nodes)
         assert _own(optimizer, "velocity")["inner.weight"].any()
         assert optimizer.compression.stats().total.bytes_received == 0
-    (model, optimizer), (other, whole) = (_run("topk:density=0.05", nodes=n) for n in (4, None))
-    train(model, optimizer, range(STEPS))
-    train(other, whole, range(STEPS))
+    (model, optimizer), (other, _) = (_trained("topk:density=0.05", nodes=n) for n in (4, None))
     assert optimizer.compression.reducer.node is None
-    _same_bits(model, other)
+    assert_equal(model, other)
 
 
-@applies(least=4, most=4)
 def wrong_nodes_are_errors_on_every_rank() -> None:
-    for nodes in (0, -1, 2.5, "hosts", True, [[0, 1], [2, 3]]):
-        with raises(ConfigError, 'nodes="auto", which finds them'):
-            _run("topk", nodes=nodes)
-    with raises(ConfigError, "name the method, or leave nodes"):
-        _run("auto")
-    with raises(ConfigError, "4 ranks are no 3 nodes"):
-        _run("topk", nodes=3)
-    with raises(ConfigError, "op=hvd.Average"):
-        _run("topk", op=hvd.Sum)
-    with raises(ConfigError, "leave process_set out"):
-        _run("topk", process_set=hvd.ProcessSet([0, 1]))
-    with raises(ConfigError, "leave sparse_step out"):
-        _run("topk", sparse_step=True)
-    with raises(ConfigError, "needs whole parameters"):
-        own = hvd.OneBitAdam(uneven_model().parameters(), lr=0.1, freeze_step=2)
-        hvd.DistributedOptimizer(own, compression=own.compressor(), nodes=2)
-    with raises(MismatchError, "nodes"):
-        _run("topk", nodes=1 if hvd.rank() == 3 else 2)
-    with raises(MismatchError, "nodes"):
-        model, optimizer = _run("topk", nodes=None if hvd.rank() == 3 else 2)
-        train(model, optimizer, range(1))
-    # Ranks of one node meet different others, which would not see it.
-    with raises(MismatchError, "rank 0, 2: TopK\\(density=0\\.2"):
-        model, optimizer = _run(f"topk:density={0.1 if _place() else 0.2}")
-        train(model, optimizer, range(1))
+    own = hvd.OneBitAdam(uneven_model().parameters(), lr=0.1, freeze_step=2)
+    refused(
+        ConfigError,
+        (lambda: _run("auto"), "name the method, or leave nodes"),
+        (lambda: _run("topk", nodes=3), "4 ranks are no 3 nodes"),
+        (lambda: _run("topk", op=hvd.Sum), "op=hvd.Average"),
+        (lambda: _run("topk", process_set=hvd.ProcessSet([0, 1])), "leave process_set out"),
+        (lambda: _run("topk", sparse_step=True), "leave sparse_step out"),
+        (lambda: distribute(own, None, own.compressor(), nodes=2), "needs whole parameters"),
+    )
+    one = hvd.rank() == 3
+    refused(
+        MismatchError,
+        (lambda: _run("topk", nodes=1 if one else 2), "nodes"),
+        (lambda: train(*_run("topk", nodes=None if one else 2), range(1)), "nodes"),
+        # Ranks of one node meet different others, which would not see it.
+        (
+            lambda: train(*_run(f"topk:density={0.1 if _place() else 0.2}"), range(1)),
+            r"rank 0, 2: TopK\(density=0\.2",
+        ),
+    )
 
 
-@applies(least=4, most=4, over=["mpi"])
+@applies(over=["mpi"])
 def optimizers_that_were_dropped_have_no_communicators() -> None:
     from hvd_compress.mpi.transport.handles import Handles
 
@@ -185,7 +176,6 @@ def optimizers_that_were_dropped_have_no_communicators() -> None:
     assert len(there) <= 6  # of the last one, and those that all are made of
 
 
-@applies(least=4, most=4)
 @horovod_only
 def process_sets_that_cannot_be_made_are_errors() -> None:
     problem = ValueError("Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow adding process sets")
@@ -206,10 +196,9 @@ def process_sets_that_cannot_be_made_are_errors() -> None:
     with mock.patch("horovod.torch.cross_rank", return_value=node):
         model, optimizer = _run("topk:density=0.05", nodes="auto")
     train(model, optimizer, range(STEPS))
-    _same_bits(model, lockstep("topk:density=0.05", STEPS, loss_of))
+    assert_equal(model, lockstep("topk:density=0.05", STEPS, loss_of))
 
 
-@applies(least=4, most=4)
 def clipping_goes_by_the_gradient_of_the_node_and_by_the_average() -> None:
     model, optimizer = _run(DGC(density=0.05, clip_norm=0.1), 0.9)
     store = optimizer.compression.store
@@ -232,7 +221,6 @@ def clipping_goes_by_the_gradient_of_the_node_and_by_the_average() -> None:
     assert math.isclose(total, 0.01 * LR, rel_tol=1e-3)
 
 
-@applies(least=4, most=4)
 def passes_add_up_and_momenta_and_decay_are_those_of_plain_sgd() -> None:
     (model, optimizer), (twin, other) = (
         _run("topk:density=0.05", backward_passes_per_step=n) for n in (2, 1)
@@ -245,17 +233,17 @@ def passes_add_up_and_momenta_and_decay_are_those_of_plain_sgd() -> None:
             each.step()
             each.zero_grad()
     assert_close(model, twin)
-    options = {"momentum": 0.9, "weight_decay": 0.05, "nesterov": True}
+
+    def program(user: User, method: Any) -> Any:
+        model, options = uneven_model(), {"weight_decay": 0.05, "nesterov": True}
+        optimizer = user.begin(model, method, nodes=NODES, **options)
+        user.train(model, optimizer, range(STEPS))
+        return model
+
     for method in (DGC(density=1.0, min_size=0), TopK(density=1.0)):
-        model, reference = uneven_model(), uneven_model()
-        optimizer = distribute(sgd(model, **options), model, method, nodes=NODES)
-        train(model, optimizer, range(STEPS))
-        dense_reference(reference, sgd(reference, **options), range(STEPS))
-        assert_same_everywhere(model)
-        assert_close(model, reference)
+        trains_as_plain(program, method)
 
 
-@applies(least=4, most=4)
 def gradients_that_some_ranks_lack_count_as_zero() -> None:
     model, optimizer = _run("topk:density=1.0")
     reference = uneven_model()
@@ -269,7 +257,6 @@ def gradients_that_some_ranks_lack_count_as_zero() -> None:
     assert_close(model, reference)
 
 
-@applies(least=4, most=4)
 def a_bucket_may_have_nothing_for_a_rank() -> None:
     alone = torch.nn.Parameter(torch.ones(1, device=DEVICE))
     sgd_of_it = torch.optim.SGD([alone], lr=1.0)
@@ -281,7 +268,6 @@ def a_bucket_may_have_nothing_for_a_rank() -> None:
     assert alone.tolist() == [1 - 2 * 1.5]
 
 
-@applies(least=4, most=4)
 def nan_in_one_shard_reaches_every_rank_and_not_its_state() -> None:
     for place in range(OF_A_NODE):
         model, optimizer = _run("topk:density=0.05")
@@ -291,23 +277,20 @@ def nan_in_one_shard_reaches_every_rank_and_not_its_state() -> None:
         if hvd.rank() == 0:
             cut(factors)[place].fill_(math.nan)
         weight.register_hook(lambda gradient, factors=factors: gradient * factors)
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank(), 2).backward()
+        backward(model, optimizer, 2)
         optimizer.synchronize()
         finite = [np.isfinite(part).all() for part in cut(weight.grad.cpu().numpy())]
         assert finite == [i != place for i in range(OF_A_NODE)]
         assert torch.equal(_own(optimizer)["inner.weight"], before) == (_place() == place)
 
 
-@applies(least=4, most=4)
 def rates_that_differ_are_an_error_after_which_training_goes_on() -> None:
     """Also if some ranks were faster than others when they learned of it."""
     model, optimizer = _run("topk:density=0.05")
     train(model, optimizer, range(2))
     group, engine = optimizer.param_groups[0], optimizer.compression.engine
     group["lr"] += hvd.rank() == 0
-    optimizer.zero_grad()
-    loss_of(model, hvd.rank(), 2).backward()
+    backward(model, optimizer, 2)
     while hvd.rank() == 0 and not engine._in_flight:
         optimizer.compression.reducer.poll()
     with raises(MismatchError, "lr="):
@@ -317,35 +300,17 @@ def rates_that_differ_are_an_error_after_which_training_goes_on() -> None:
     assert_same_everywhere(model)
 
 
-@applies(least=4, most=4)
 def a_discarded_step_leaves_no_trace() -> None:
-    (model, optimizer), (twin, other) = (_run(DGC_TEXT, 0.9) for _ in range(2))
-    for each in (optimizer, other):
-        each.compression.keep_undo()
-    train(model, optimizer, range(2))
-    train(twin, other, range(2))
-    for is_finished in (False, True):
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank(), 7).backward()
-        if is_finished:
-            optimizer.synchronize()
-        optimizer.compression.discard()
-    train(model, optimizer, range(2, 4))
-    train(twin, other, range(2, 4))
-    _same_bits(model, twin)
+    for drop in (unfinished, finished):
+        leaves_no_trace(drop, _run(DGC_TEXT, 0.9), _run(DGC_TEXT, 0.9))
 
 
-@applies(least=4, most=4)
 def losses_may_be_scaled_and_gradients_have_16_bits() -> None:
     (model, optimizer), (twin, other) = (_run(DGC_TEXT, 0.9) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in range(3):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, hvd.rank(), step)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    train_scaled(model, optimizer, scaler, range(3))
     train(twin, other, range(3))
-    _same_bits(model, twin)
+    assert_equal(model, twin)
     value = 60000.0 if hvd.rank() < OF_A_NODE else -40000.0  # of two ranks no sum fits
     large = torch.full((1, 8), value, dtype=torch.float16, device=DEVICE)
     for method in ("none", "fp16"):
@@ -356,7 +321,6 @@ def losses_may_be_scaled_and_gradients_have_16_bits() -> None:
         assert half.weight.grad.tolist() == [[10000.0] * 8]
 
 
-@applies(least=4, most=4)
 def a_rank_without_gradients_knows_no_loss_scale() -> None:
     for is_explicit in (True, False):
         (model, optimizer), (twin, other) = (_run(DGC_TEXT, 0.9) for _ in range(2))
@@ -376,10 +340,9 @@ def a_rank_without_gradients_knows_no_loss_scale() -> None:
             other.step()
             for each in (optimizer, other):
                 each.zero_grad()
-        _same_bits(model, twin)
+        assert_equal(model, twin)
 
 
-@applies(least=4, most=4)
 def sparse_gradients_travel_dense() -> None:
     rows = torch.nn.Embedding(10, 3, sparse=True)
     with torch.no_grad():
@@ -402,7 +365,6 @@ def sparse_gradients_travel_dense() -> None:
     assert_same_everywhere(rows)
 
 
-@applies(least=4, most=4)
 def checkpoints_go_on_in_as_many_nodes() -> None:
     """Ranks of the first node save, each its own, or all ranks do."""
     for method, momentum in ((DGC_TEXT, 0.9), ("onebit", 0.0), ("powersgd", 0.0)):
@@ -420,7 +382,7 @@ def checkpoints_go_on_in_as_many_nodes() -> None:
         torch.testing.assert_close(_own(later), states, rtol=0, atol=0)
         train(again, later, range(3, 5))
         if method == DGC_TEXT:
-            _same_bits(again, model)
+            assert_equal(again, model)
         else:
             assert_close(again, model)
         again, later = _run(method, momentum)
@@ -437,7 +399,6 @@ def checkpoints_go_on_in_as_many_nodes() -> None:
         assert_same_everywhere(again)
 
 
-@applies(least=4, most=4)
 def states_of_other_nodes_are_refused() -> None:
     (model, optimizer), (whole, plain) = (_run("topk:density=0.05", nodes=n) for n in (2, None))
     train(model, optimizer, range(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.amp import GradScaler
 
 from hvd_compress.base import Exchange
 from hvd_compress.blocks import (
@@ -32,28 +33,27 @@ from hvd_compress.torch import (
 )
 from tests.scenarios import applies, horovod_only
 from tests.scenarios.common import (
+    User,
+    as_plain,
     assert_close,
+    assert_equal,
+    assert_equal_states,
     assert_same_everywhere,
+    begin,
     dense_reference,
-    distribute,
     loss_of,
     make_model,
     sgd,
+    states_of,
     train,
+    train_scaled,
+    trains_as_plain,
+    words_loss_of,
+    words_model,
 )
 from tests.scenarios.driver import hvd, raises
 
 SPARSE = DGC(density=0.05)
-
-
-def _states(optimizer) -> list[torch.Tensor]:
-    binding = optimizer.compression
-    return [
-        x.clone()
-        for group in optimizer.param_groups
-        for p in group["params"]
-        for x in binding.store.state_of(p).values()
-    ]
 
 
 def what_has_a_scale_of_its_own_does_not_depend_on_the_loss_scale() -> None:
@@ -66,17 +66,10 @@ def what_has_a_scale_of_its_own_does_not_depend_on_the_loss_scale() -> None:
         chain(via=allgather(contraction(levels))),
         chain(clip_by_local_norm(0.1), via=allreduce()),
     ):
-        model, reference = make_model(), make_model()
-        optimizer = distribute(sgd(model), model, method)
-        train(reference, distribute(sgd(reference), reference, method), range(3))
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-        for step in range(3):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, hvd.rank(), step)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(p, q), method
+        (model, optimizer), (reference, plain) = begin(method), begin(method)
+        train(reference, plain, range(3))
+        train_scaled(model, optimizer, GradScaler("cpu", init_scale=2.0**12), range(3))
+        assert_equal(model, reference)
 
 
 def overflow_under_a_grad_scaler() -> None:
@@ -84,11 +77,9 @@ def overflow_under_a_grad_scaler() -> None:
     never saw it. Scales are powers of two, so scaling changes no bit.  A fused optimizer unscales
     itself."""
     for method, fused in ((SPARSE, False), (DGC(density=1.0), False), (TopK(density=0.05), True)):
-        model, reference = make_model(), make_model()
         options = {"weight_decay": 0.01, "fused": fused}
-        optimizer = distribute(sgd(model, **options), model, method)
-        plain = distribute(sgd(reference, **options), reference, method)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+        (model, optimizer), (reference, plain) = begin(method, **options), begin(method, **options)
+        scaler = GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
         scales = set()
         for step in range(10):
             spoilt = step in (2, 6)
@@ -111,10 +102,8 @@ def overflow_under_a_grad_scaler() -> None:
                 train(reference, plain, [step])
         assert len(scales) > 1, scales
         assert_same_everywhere(model)
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(p, q)
-        for a, b in zip(_states(optimizer), _states(plain), strict=True):
-            assert torch.equal(a, b)
+        assert_equal(model, reference)
+        assert_equal_states(states_of(optimizer), states_of(plain))
 
 
 def a_grad_scaler_steps_an_optimizer_that_others_wrap() -> None:
@@ -127,46 +116,32 @@ def a_grad_scaler_steps_an_optimizer_that_others_wrap() -> None:
         def step(self) -> None:
             self.inner.step()
 
-    model, reference = make_model(), make_model()
-    train(reference, distribute(sgd(reference), reference, TopK(density=0.5)), range(2))
-    optimizer = distribute(sgd(model), model, TopK(density=0.5))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    (model, optimizer), reference = begin(TopK(density=0.5)), begin(TopK(density=0.5))
+    train(*reference, range(2))
+    scaler = GradScaler("cpu", init_scale=1.0)
     for step in range(2):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, hvd.rank(), step)).backward()
         optimizer.synchronize()
         scaler.step(Wrapper(optimizer))
         scaler.update()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-def _scaled_steps(model, optimizer, scaler, steps) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, hvd.rank(), step)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    assert_equal(model, reference[0])
 
 
 def a_scaler_that_is_not_ours_or_not_for_ever() -> None:
     """Which backward pass is scaled is known, not guessed."""
-    other = make_model()
-    foreign = distribute(sgd(other), other, SPARSE)
-    model, reference = make_model(), make_model()
-    optimizer = distribute(sgd(model), model, SPARSE)
-    train(reference, distribute(sgd(reference), reference, SPARSE), range(12))
+    foreign, (model, optimizer), reference = (begin(SPARSE) for _ in range(3))
+    train(*reference, range(12))
     train(model, optimizer, range(3))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     for step in range(3, 6):  # another optimizer's scaler turns up
-        _scaled_steps(other, foreign, scaler, [step])
+        train_scaled(*foreign, scaler, [step])
         train(model, optimizer, [step])
-    _scaled_steps(model, optimizer, scaler, range(6, 8))  # it becomes ours
-    second = torch.amp.GradScaler("cpu", init_scale=2.0**4)
-    _scaled_steps(model, optimizer, second, range(8, 10))  # a second one replaces it
+    train_scaled(model, optimizer, scaler, range(6, 8))  # it becomes ours
+    second = GradScaler("cpu", init_scale=2.0**4)
+    train_scaled(model, optimizer, second, range(8, 10))  # a second one replaces it
     train(model, optimizer, range(10, 12))  # and scaling ends, while both are alive
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+    assert_close(model, reference[0], rtol=1e-6)
     optimizer.zero_grad()
     scaler.scale(loss_of(model, hvd.rank(), 12)).backward()
     with raises(ConfigError, "one torch.amp.GradScaler per optimizer"):
@@ -176,10 +151,9 @@ def a_scaler_that_is_not_ours_or_not_for_ever() -> None:
 def a_rank_without_gradients_under_a_grad_scaler() -> None:
     for explicit in (True, False):
         for method in (SPARSE, "fp16"):
-            model = make_model()
-            optimizer = distribute(sgd(model), model, method)
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-            _scaled_steps(model, optimizer, scaler, range(3))
+            model, optimizer = begin(method)
+            scaler = GradScaler("cpu", init_scale=2.0**8)
+            train_scaled(model, optimizer, scaler, range(3))
             for step in range(3, 6):
                 optimizer.zero_grad()
                 loss = scaler.scale(loss_of(model, hvd.rank(), step))
@@ -196,7 +170,7 @@ def a_rank_without_gradients_under_a_grad_scaler() -> None:
 def loss_scaling_keeps_half_precision_from_underflow() -> None:
     p = torch.nn.Parameter(torch.zeros(40, 40))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), compression="fp16")
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler = GradScaler("cpu", init_scale=2.0**16)
     scaler.scale((1e-8 * p).sum()).backward()
     scaler.step(optimizer)
     torch.testing.assert_close(p.detach(), torch.full_like(p, -1e-8), rtol=1e-2, atol=0)
@@ -205,8 +179,7 @@ def loss_scaling_keeps_half_precision_from_underflow() -> None:
 def a_step_that_was_skipped_by_hand() -> None:
     """A gradient after a synchronize() without a step() is exchanged all the same."""
     for compression in (SPARSE, NoCompression()):
-        model = make_model()
-        optimizer = distribute(sgd(model), model, compression)
+        model, optimizer = begin(compression)
         loss_of(model, hvd.rank(), 0).backward()
         optimizer.synchronize()
         model.zero_grad()
@@ -236,9 +209,8 @@ def a_damaged_message_raises() -> None:
         return honest(self, op)
 
     for gradient in (torch.randn(50, 30), torch.eye(50)[:, :30].to_sparse(1)):
-        model = _embedding(sparse=gradient.is_sparse)
-        optimizer = distribute(sgd(model), model, SPARSE)
-        _train_words(model, optimizer, range(2), [hvd.rank()])
+        model, optimizer = begin(SPARSE, words_model(sparse=gradient.is_sparse))
+        train(model, optimizer, range(2), words_loss_of)
         optimizer.zero_grad()
         words = torch.arange(12)
         torch.nn.functional.cross_entropy(model(words), words % 5).backward(inputs=[model[1].bias])
@@ -279,7 +251,7 @@ def models_that_differ_are_errors() -> None:
 def a_payload_of_another_size_accuses_nobody() -> None:
     """An allgather does not tell who sent how much."""
     own = torch.zeros(24 + 8 * (hvd.rank() == 1), dtype=torch.uint8)
-    binding = distribute(sgd(model := make_model()), model, TopK).compression
+    binding = begin(TopK)[1].compression
 
     def unequal() -> Exchange:
         yield Gather(own, equal_sizes=True)
@@ -290,81 +262,59 @@ def a_payload_of_another_size_accuses_nobody() -> None:
     binding.abandon()
 
 
-def _embedding(sparse: bool) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Embedding(50, 30, sparse=sparse), torch.nn.Linear(30, 5))
-
-
-def _train_words(model, optimizer, steps, ranks) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        losses = []
-        for rank in ranks:
-            generator = torch.Generator().manual_seed(100 * rank + step)
-            words = torch.randint(0, 50, (12,), generator=generator)
-            losses.append(torch.nn.functional.cross_entropy(model(words), words % 5))
-        (sum(losses) / len(losses)).backward()
-        optimizer.step()
-
-
 def sparse_gradients() -> None:
-    everyone = range(hvd.size())
-    for momentum in (0.0, 0.9):
-        for options in ({}, {"sparse_as_dense": True}):
-            for method in (DGC(density=1.0), NoCompression()):
-                model, reference = _embedding(True), _embedding(False)
-                optimizer = distribute(sgd(model, momentum=momentum), model, method, **options)
-                _train_words(model, optimizer, range(6), [hvd.rank()])
-                _train_words(reference, sgd(reference, momentum=momentum), range(6), everyone)
-                assert_same_everywhere(model)
-                assert_close(model, reference)
+    def program(user, method, options):
+        model = words_model(sparse=user.distributes)
+        optimizer = user.begin(model, method, **options)
+        user.train(model, optimizer, range(6), words_loss_of)
+        return model
 
-
-def sparse_gradients_stay_sparse_for_sparse_adam() -> None:
-    for options in ({}, {"sparse_as_dense": True}):
-        model, reference = _embedding(True), _embedding(True)
-        for m, ranks, wrap in ((model, [hvd.rank()], True), (reference, range(hvd.size()), False)):
-            inner = torch.optim.SparseAdam(m[0].parameters(), lr=0.01)
-            optimizer = inner
-            if wrap:
-                optimizer = hvd.DistributedOptimizer(inner, compression="none", **options)
-            for step in range(4):
-                m[1].zero_grad()
-                _train_words(m, optimizer, [step], ranks)
-        assert_close(model, reference, rtol=1e-3)
-
-
-def rows_get_momentum_decay_and_clipping_of_the_method() -> None:
-    everyone = range(hvd.size())
+    for method in (DGC(density=1.0), NoCompression()):
+        for momentum in (0.0, 0.9):
+            for options in ({}, {"sparse_as_dense": True}):
+                trains_as_plain(program, method, {"momentum": momentum, **options})
+    # All momentum is the method's, and decay.
     for options in (
-        {"momentum": 0.0},  # all momentum is the method's
         {"momentum": 0.9, "weight_decay": 0.1},
         {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
     ):
         for decay in ("separate", "gradient"):
-            model, reference = _embedding(True), _embedding(False)
-            own = None if options["momentum"] else 0.9
-            method = DGC(density=1.0, momentum=own, weight_decay=decay)
-            optimizer = distribute(sgd(model, **options), model, method)
-            _train_words(model, optimizer, range(5), [hvd.rank()])
-            inner = sgd(reference, **{**options, "momentum": 0.9})
-            _train_words(reference, inner, range(5), everyone)
-            assert_close(model, reference)
-    model = _embedding(True)
-    before = [p.detach().clone() for p in model.parameters()]
+            trains_as_plain(program, DGC(density=1.0, weight_decay=decay), options)
+
+
+def sparse_gradients_stay_sparse_for_sparse_adam() -> None:
+    def program(user, options):
+        model = words_model(sparse=True)
+        optimizer = torch.optim.SparseAdam(model[0].parameters(), lr=0.01)
+        optimizer = user.distribute(optimizer, None, "none", **options)
+        for step in range(4):
+            model[1].zero_grad()
+            user.train(model, optimizer, [step], words_loss_of)
+        return model[0]
+
+    for options in ({}, {"sparse_as_dense": True}):
+        trains_as_plain(program, options, rtol=1e-3)
+
+
+def rows_get_momentum_and_clipping_of_the_method() -> None:
+    model = words_model(sparse=True)
+    _, optimizer = begin(DGC(density=1.0, momentum=0.9), model, momentum=0.0)
+    train(model, optimizer, range(5), words_loss_of)
+    reference = words_model(sparse=False)
+    as_plain(User.train, reference, sgd(reference), range(5), words_loss_of)
+    assert_close(model, reference)
+    model, before = words_model(sparse=True), words_model(sparse=True)
     method = DGC(density=1.0, momentum=0.0, clip_norm=1e-3)
-    optimizer = distribute(sgd(model, momentum=0.0, lr=1.0), model, method)
-    _train_words(model, optimizer, range(1), [hvd.rank()])
-    moved = [p.detach() - q for p, q in zip(model.parameters(), before, strict=True)]
+    train(*begin(method, model, momentum=0.0, lr=1.0), range(1), words_loss_of)
+    moved = [p.detach() - q for p, q in zip(model.parameters(), before.parameters(), strict=True)]
     assert 0 < torch.cat([m.view(-1) for m in moved]).norm() <= 1.001e-3 * hvd.size() ** 0.5
     assert moved[0].norm() > 0
 
 
 def gradients_that_are_sparse_now_and_dense_then() -> None:
     for momentum in (0.0, 0.9):
-        model = _embedding(True)
-        optimizer = distribute(sgd(model, momentum=momentum), model, SPARSE)
-        _train_words(model, optimizer, range(2), [hvd.rank()])
+        model, optimizer = begin(SPARSE, words_model(sparse=True), momentum=momentum)
+        train(model, optimizer, range(2), words_loss_of)
         for _ in range(3):
             # With momentum the gradient was left dense, and stays so.
             optimizer.zero_grad(set_to_none=False)
@@ -380,8 +330,7 @@ def sparse_here_and_dense_there_is_an_error() -> None:
         PowerSGD(min_compression_rate=1),
         DGC(density=0.05, min_size=0),
     ):
-        model = _embedding(True)
-        optimizer = distribute(sgd(model, momentum=0.0), model, method)
+        model, optimizer = begin(method, words_model(sparse=True), momentum=0.0)
         if hvd.rank() == 0:
             _train_words_backward(model)
         with raises(CompressionError, "sparse_as_dense=True"):
@@ -390,9 +339,8 @@ def sparse_here_and_dense_there_is_an_error() -> None:
 
 
 def a_rank_without_words_sends_no_rows() -> None:
-    model = _embedding(True)
-    optimizer = distribute(sgd(model, momentum=0.0), model, DGC(density=1.0))
-    _train_words(model, optimizer, range(1), [hvd.rank()])
+    model, optimizer = begin(DGC(density=1.0), words_model(sparse=True), momentum=0.0)
+    train(model, optimizer, range(1), words_loss_of)
     optimizer.zero_grad()
     if hvd.rank() == 0:
         _train_words_backward(model)
@@ -412,7 +360,7 @@ def feedback_in_units_of_the_step_keeps_the_virtual_iterate() -> None:
     the parameters, while the learning rate rises and falls."""
     model, reference = make_model(dtype=torch.float64), make_model(dtype=torch.float64)
     method = chain(error_feedback(units="step"), via=allgather(top_k(0.05)))
-    optimizer = distribute(sgd(model, momentum=0.0), model, method)
+    _, optimizer = begin(method, model, momentum=0.0)
     virtual = [p.detach().clone() for p in model.parameters()]
     for step, rate in enumerate((0.05, 0.05, 0.2, 0.01, 0.0, 0.1)):
         optimizer.param_groups[0]["lr"] = rate

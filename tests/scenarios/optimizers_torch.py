@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import warnings
 from typing import Any
 
 import torch
@@ -14,14 +12,20 @@ from hvd_compress.errors import ConfigError
 from tests.devices import DEVICE
 from tests.scenarios import horovod_only
 from tests.scenarios.common import (
+    User,
+    as_distributed,
+    as_plain,
     assert_close,
+    assert_equal,
     assert_same_everywhere,
-    dense_reference,
+    begin,
     distribute,
+    goes_on_from_a_checkpoint,
     loss_of,
     make_model,
-    sgd,
     train,
+    train_scaled,
+    trains_as_plain,
 )
 from tests.scenarios.driver import hvd, raises
 from tests.scenarios.driver import train as train_run
@@ -58,24 +62,10 @@ def runs_go_on_from_their_checkpoints() -> None:
     """On each rank from its own state, before a freeze and after it: with the same bits.  The laws
     have what each optimizer keeps."""
     for name in ("OneBitAdam", "ZeroOneAdam", "LAMB"):
-        for steps in (27,) if name == "ZeroOneAdam" else (2, 7):
-            model, optimizer = _run(name)
-            train(model, optimizer, range(steps))
-            file = io.BytesIO()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                torch.save(optimizer.state_dict(), file)
-            said = any("optimizer.synchronize_parameters()" in str(w.message) for w in caught)
-            assert said == (name == "ZeroOneAdam")
-            file.seek(0)
-            again, resumed = _run(name, seed=1)
-            again.load_state_dict(model.state_dict())
-            resumed.load_state_dict(torch.load(file))
-            assert resumed.compression.step == steps
-            for m, o in ((model, optimizer), (again, resumed)):
-                train(m, o, range(steps, steps + 5))  # 32 synchronizes 0/1 Adam
-            assert_close(again, model, rtol=0, atol=0)
-            assert_same_everywhere(model)
+        for steps in (27,) if name == "ZeroOneAdam" else (2, 7):  # 32 synchronizes 0/1 Adam
+            said = goes_on_from_a_checkpoint(lambda seed, n=name: _run(n, seed), steps, 5)
+            found = any("optimizer.synchronize_parameters()" in text for text in said)
+            assert found == (name == "ZeroOneAdam")
 
 
 def consolidated_checkpoints_serve_all_ranks() -> None:
@@ -126,7 +116,7 @@ def zero_one_adam_goes_on_from_what_rank_0_saved_after_a_synchronization() -> No
     for m, o in ((model, optimizer), (again, resumed)):
         train(m, o, range(27, 33))
         o.synchronize_parameters()
-    assert_close(again, model, rtol=0, atol=0)
+    assert_equal(again, model)
 
 
 def checkpoints_of_another_kind_are_refused() -> None:
@@ -158,24 +148,17 @@ def synchronizing_in_full_uses_up_the_residuals() -> None:
 
 def steps_that_a_scaler_skips_leave_no_trace() -> None:
     """Around the freeze: after it, what is handed out is a momentum, however many were skipped."""
-    model, optimizer = _run("OneBitAdam")
-    reference, plain = _run("OneBitAdam")
+    (model, optimizer), (reference, plain) = _run("OneBitAdam"), _run("OneBitAdam")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+    spoilt = (1, 3, 4, 7)
     for step in range(11):
-        spoilt = step in (1, 3, 4, 7)
-        optimizer.zero_grad()
-        loss = loss_of(model, hvd.rank(), step)
-        if spoilt and hvd.rank() == 0:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        if not spoilt:
+        train_scaled(model, optimizer, scaler, [step], spoilt)
+        if step not in spoilt:
             plain.compression.reducer.step = optimizer.compression.step - 1
             train(reference, plain, [step])
     state = optimizer.state[model[0].weight]
     assert (state["step"], state["variance_step"]) == (7, 2)  # of the first four, two
-    assert_close(model, reference, rtol=0, atol=0)
+    assert_equal(model, reference)
     assert_same_everywhere(model)
 
 
@@ -225,47 +208,42 @@ def groups_have_rates_of_their_own_and_one_compression() -> None:
     assert hvd.DistributedOptimizer(adam, compression=NoCompression()) is not None
 
 
-def _sam_steps(model: Any, optimizer: Any, ranks: Any, passes: int = 1, scaler: Any = None) -> None:
+def _sam_steps(user: User, method: Any, passes: int = 1, scaler: Any = None) -> Any:
     """Every rank's own climb, one after the other; of one rank, that of this process."""
+    model = make_model()
+    optimizer = user.begin(model, method, backward_passes_per_step=passes)
     sam = hvd.SAM(model, rho=0.1)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for step in range(6):
         optimizer.zero_grad()
-        for rank in ranks:
+        for rank in user.ranks:
             for number in range(step * passes, (step + 1) * passes):
 
                 def loss(rank: int = rank, number: int = number) -> torch.Tensor:
-                    found = loss_of(model, rank, number) / len(ranks)
-                    return found if scaler is None else scaler.scale(found)
+                    return scaler.scale(loss_of(model, rank, number) / len(user.ranks))
 
                 sam.backward(loss)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        scaler.step(optimizer)
+        scaler.update()
+    return model
 
 
 def sam_climbs_in_each_pass_and_under_a_loss_scale() -> None:
-    for passes, scaler in ((2, None), (1, torch.amp.GradScaler("cpu", init_scale=2.0**10))):
-        model, reference = make_model(), make_model()
-        options = {"backward_passes_per_step": passes}
-        optimizer = distribute(sgd(model), model, NoCompression(), **options)
-        _sam_steps(model, optimizer, [hvd.rank()], passes, scaler)
-        _sam_steps(reference, sgd(reference), range(hvd.size()), passes)
-        assert_close(model, reference)
+    trains_as_plain(_sam_steps, NoCompression(), 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    model = as_distributed(_sam_steps, NoCompression(), 1, scaler)
+    assert_close(model, as_plain(_sam_steps, NoCompression()))
 
 
 @horovod_only
 def horovods_own_optimizer_takes_them_too() -> None:
-    model, reference = make_model(), make_model()
-    optimizer = distribute(sgd(model), model, hvd.Compression.none)
-    assert not hasattr(optimizer, "compression")
-    _sam_steps(model, optimizer, [hvd.rank()])
-    _sam_steps(reference, sgd(reference), range(hvd.size()))
-    assert_close(model, reference)
+    def program(user: User, name: str) -> Any:
+        model = make_model()
+        inner = getattr(hvd, name)(model.parameters(), lr=0.01)
+        user.train(model, user.distribute(inner, model, hvd.Compression.none), range(6))
+        return model
+
+    assert not hasattr(begin(hvd.Compression.none)[1], "compression")
+    trains_as_plain(_sam_steps, hvd.Compression.none)
     for name in ("LARS", "LAMB"):
-        model, reference = make_model(), make_model()
-        own, other = (getattr(hvd, name)(m.parameters(), lr=0.01) for m in (model, reference))
-        train(model, distribute(own, model, hvd.Compression.none), range(6))
-        dense_reference(reference, other, range(6))
-        assert_close(model, reference)
+        trains_as_plain(program, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import warnings
@@ -22,17 +23,22 @@ from hvd_compress.torch import (
     UnsupportedError,
 )
 from tests.devices import DEVICE
-from tests.scenarios import applies, horovod_only
+from tests.scenarios import applies, horovod_only, refused
 from tests.scenarios.common import (
+    as_distributed,
     assert_close,
+    assert_equal,
     assert_same_everywhere,
+    backward,
     batch,
-    dense_reference,
+    begin,
     distribute,
     loss_of,
     make_model,
     sgd,
     train,
+    trains_as_plain,
+    warned,
 )
 from tests.scenarios.driver import hvd, over, raises
 from tests.scenarios.environment import assert_said, environment
@@ -42,126 +48,99 @@ SPARSE = DGC(density=0.05)
 
 
 def op_sum_does_not_multiply_weight_decay() -> None:
+    def program(user, method):
+        model = make_model()
+        optimizer = user.begin(model, method, op=hvd.Sum, lr=0.01, weight_decay=0.1)
+        user.train(model, optimizer, range(5), lambda *args: len(user.ranks) * loss_of(*args))
+        return model
+
     for decay in ("separate", "gradient"):
-        model, reference = make_model(), make_model()
-        options = {"lr": 0.01, "weight_decay": 0.1}
-        method = DGC(density=1.0, weight_decay=decay)
-        train(model, distribute(sgd(model, **options), model, method, op=hvd.Sum), range(5))
-        inner = sgd(reference, **options)
-        for step in range(5):
-            inner.zero_grad()
-            sum(loss_of(reference, rank, step) for rank in range(hvd.size())).backward()
-            inner.step()
-        assert_close(model, reference)
+        trains_as_plain(program, DGC(density=1.0, weight_decay=decay))
 
 
 def parameters_added_later() -> None:
+    def program(user, options):
+        model = make_model()
+        inner = torch.optim.SGD(model[0].parameters(), lr=0.05, momentum=0.9)
+        optimizer = user.distribute(inner, None, DENSE, **options)
+        user.train(model, optimizer, range(3))
+        optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.02})
+        user.train(model, optimizer, range(3, 8))
+        assert not user.distributes or "added.1.0" in optimizer.compression.stats().layers
+        return model
+
     for options in ({}, {"groups": 2}):
-        model, reference = make_model(), make_model()
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model[0].parameters(), lr=0.05, momentum=0.9),
-            compression=DENSE,
-            **options,
-        )
-        inner = torch.optim.SGD(reference[0].parameters(), lr=0.05, momentum=0.9)
-        for step in range(8):
-            if step == 3:
-                optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.02})
-                inner.add_param_group({"params": reference[2].parameters(), "lr": 0.02})
-            train(model, optimizer, [step])
-            dense_reference(reference, inner, [step])
-        assert_close(model, reference)
-        assert "added.1.0" in optimizer.compression.stats().layers
+        trains_as_plain(program, options)
 
 
 def frozen_and_unfrozen_parameters() -> None:
     """Also as members of groups."""
+
+    def program(user, groups):
+        model = make_model()
+        first, second = model[0].weight, model[2].weight
+        first.requires_grad_(False)
+        optimizer = user.begin(model, DENSE, groups=groups, weight_decay=0.01)
+        for frozen, steps in ((first, range(3)), (second, range(3, 6))):
+            before = frozen.clone()
+            user.train(model, optimizer, steps)
+            assert torch.equal(frozen, before)
+            first.requires_grad_(True)
+            second.requires_grad_(False)
+            second.grad = None
+        return model
+
     for groups in (None, 1, 2):
-        model, reference = make_model(), make_model()
-        for m in (model, reference):
-            m[0].weight.requires_grad_(False)
-        optimizer = distribute(sgd(model, weight_decay=0.01), model, DENSE, groups=groups)
-        inner = sgd(reference, weight_decay=0.01)
-        before = model[0].weight.clone()
-        train(model, optimizer, range(3))
-        dense_reference(reference, inner, range(3))
-        assert torch.equal(model[0].weight, before)
-        for m in (model, reference):
-            m[0].weight.requires_grad_(True)
-            m[2].weight.requires_grad_(False)
-            m[2].weight.grad = None
-        before = model[2].weight.clone()
-        train(model, optimizer, range(3, 6))
-        dense_reference(reference, inner, range(3, 6))
-        assert torch.equal(model[2].weight, before)
-        assert_close(model, reference)
+        trains_as_plain(program, groups)
 
 
 def tied_weights() -> None:
-    def tied():
+    def loss(model, rank, step):
+        return model(batch(rank, step)[0]).square().mean()
+
+    def program(user, duplicates):
         torch.manual_seed(0)
-        m = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Tanh(), torch.nn.Linear(40, 40))
-        m[2].weight = m[0].weight
-        return m.to(DEVICE)
+        layers = torch.nn.Linear(40, 40), torch.nn.Tanh(), torch.nn.Linear(40, 40)
+        model = torch.nn.Sequential(*layers)
+        model[2].weight = model[0].weight
+        optimizer = sgd(model.to(DEVICE))
+        named = model.named_parameters(remove_duplicate=not duplicates)
+        optimizer = user.distribute(optimizer, None, DENSE, named_parameters=named)
+        user.train(model, optimizer, range(5), loss)
+        return model
 
     for duplicates in (True, False):
-        model, reference = tied(), tied()
-        named = model.named_parameters(remove_duplicate=not duplicates)
-        optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=named, compression=DENSE)
-        inner = sgd(reference)
-        for step in range(5):
-            for m, o, ranks in (
-                (model, optimizer, [hvd.rank()]),
-                (reference, inner, range(hvd.size())),
-            ):
-                o.zero_grad()
-                (sum(m(batch(r, step)[0]).square().mean() for r in ranks) / len(ranks)).backward()
-                o.step()
-        assert_close(model, reference)
+        trains_as_plain(program, duplicates)
 
 
 def synchronize_clip_and_skip() -> None:
-    for compression in (DENSE, SPARSE):
-        model, reference = make_model(), make_model()
+    def program(user, method):
+        model = make_model()
         # Momentum acts before the clipping here and after it in plain SGD, hence without.
-        optimizer, inner = (
-            distribute(sgd(model, momentum=0.0), model, compression),
-            sgd(reference, momentum=0.0),
-        )
+        optimizer = user.begin(model, method, momentum=0.0)
         for step in range(5):
             optimizer.zero_grad()
-            loss_of(model, hvd.rank(), step).backward()
-            optimizer.synchronize()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            assert norm > 0.05
-            with optimizer.skip_synchronize():
+            user.loss(model, step).backward()
+            if user.distributes:
+                optimizer.synchronize()
+            assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05
+            with optimizer.skip_synchronize() if user.distributes else contextlib.nullcontext():
                 optimizer.step()
             total = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
             torch.testing.assert_close(total.cpu(), torch.tensor(0.05))
-            dense_reference_step(reference, inner, step)
-        assert_same_everywhere(model)
-        if compression is DENSE:
-            assert_close(model, reference)
+        return model
 
-
-def dense_reference_step(reference, inner, step, clip=0.05):
-    inner.zero_grad()
-    (sum(loss_of(reference, r, step) for r in range(hvd.size())) / hvd.size()).backward()
-    torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
-    inner.step()
+    trains_as_plain(program, DENSE)
+    assert_same_everywhere(as_distributed(program, SPARSE))
 
 
 def sparse_steps_are_those_along_dense_gradients() -> None:
     for method in (DGC(density=0.05), DGC.compact(density=0.05, nesterov=True)):
-        dense, sparse = make_model(), make_model()
-        optimizers = [
-            distribute(sgd(dense), dense, method),
-            distribute(sgd(sparse), sparse, method, sparse_step=True),
-        ]
+        runs = begin(method), begin(method, sparse_step=True)
+        (dense, _), (sparse, _) = runs
         for step in range(6):
-            for model, optimizer in zip((dense, sparse), optimizers, strict=True):
-                optimizer.zero_grad()
-                loss_of(model, hvd.rank(), step).backward()
+            for model, optimizer in runs:
+                backward(model, optimizer, step)
                 optimizer.synchronize()
                 with optimizer.skip_synchronize():
                     optimizer.step()
@@ -176,18 +155,15 @@ def sparse_steps_are_those_along_dense_gradients() -> None:
 
 
 def sparse_steps_are_refused_where_they_would_differ() -> None:
-    model = make_model()
-    for options, words in (
-        ({"weight_decay": 1e-4}, "weight_decay=0.0001"),
-        ({"fused": True}, "fused"),
-    ):
-        with raises(ConfigError, "sparse_step", words):
-            distribute(sgd(model, **options), model, SPARSE, sparse_step=True)
-    with raises(ConfigError, "momentum=0.9", "topk"):
-        distribute(sgd(model), model, TopK(density=0.05), sparse_step=True)
-    with raises(ConfigError, "torch.optim.SGD", "Adam"):
-        distribute(torch.optim.Adam(model.parameters()), model, SPARSE, sparse_step=True)
-    optimizer = distribute(sgd(model), model, SPARSE, sparse_step=True)
+    adam = torch.optim.Adam(make_model().parameters())
+    refused(
+        ConfigError,
+        (lambda: begin(SPARSE, sparse_step=True, weight_decay=1e-4), "sparse_step", "=0.0001"),
+        (lambda: begin(SPARSE, sparse_step=True, fused=True), "sparse_step", "fused"),
+        (lambda: begin(TopK(density=0.05), sparse_step=True), "momentum=0.9", "topk"),
+        (lambda: distribute(adam, None, SPARSE, sparse_step=True), "torch.optim.SGD", "Adam"),
+    )
+    model, optimizer = begin(SPARSE, sparse_step=True)
     loss_of(model, hvd.rank(), 0).backward()
     optimizer.param_groups[0]["weight_decay"] = 0.1
     with raises(ConfigError, "weight_decay=0.1"):
@@ -200,52 +176,56 @@ def sparse_steps_are_refused_where_they_would_differ() -> None:
 
 
 def a_second_synchronize_changes_nothing() -> None:
-    model = make_model()
-    optimizer = distribute(sgd(model), model, SPARSE)
+    model, optimizer = begin(SPARSE)
     loss_of(model, hvd.rank(), 0).backward()
     optimizer.synchronize()
     before = [p.grad.clone() for p in model.parameters()]
     optimizer.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as said:
         optimizer.step()  # Horovod would average the averages
-    [warning] = caught
-    assert "without optimizer.skip_synchronize()" in str(warning.message)
+    [warning] = said
+    assert "without optimizer.skip_synchronize()" in warning
     for p, g in zip(model.parameters(), before, strict=True):
         assert torch.equal(p.grad, g)
 
 
 def zero_grad() -> None:
-    for set_to_none in (True, False):
-        model, reference = make_model(), make_model()
-        optimizer, inner = distribute(sgd(model), model, DENSE), sgd(reference)
+    def program(user, set_to_none):
+        model = make_model()
+        optimizer = user.begin(model, DENSE)
         for step in range(4):
             optimizer.zero_grad(set_to_none=set_to_none)
-            loss_of(model, hvd.rank(), step).backward()
+            user.loss(model, step).backward()
             optimizer.step()
-        dense_reference(reference, inner, range(4))
-        assert_close(model, reference)
-        loss_of(model, hvd.rank(), 9).backward()
-        with raises(AssertionError, "zero_grad"):
-            optimizer.zero_grad(set_to_none=set_to_none)
-        optimizer.synchronize()
+        if user.distributes:
+            user.loss(model, 9).backward()
+            for words in ("zero_grad", r"requires_grad_\(False\)", r"compression\.discard\(\)"):
+                with raises(AssertionError, words):
+                    optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.synchronize()
+        return model
+
+    for set_to_none in (True, False):
+        trains_as_plain(program, set_to_none)
 
 
 def closures() -> None:
-    model, reference = make_model(), make_model()
-    optimizer, inner = distribute(sgd(model), model, DENSE), sgd(reference)
-    for step in range(4):
+    def program(user):
+        model = make_model()
+        optimizer = user.begin(model, DENSE)
+        for step in range(4):
 
-        def closure(step=step):
-            optimizer.zero_grad()
-            loss = loss_of(model, hvd.rank(), step)
-            loss.backward()
-            return loss
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = user.loss(model, step)
+                loss.backward()
+                return loss
 
-        expected = loss_of(model, hvd.rank(), step).item()
-        assert abs(optimizer.step(closure).item() - expected) < 1e-6
-    dense_reference(reference, inner, range(4))
-    assert_close(model, reference)
+            expected = user.loss(model, step).item()
+            assert abs(optimizer.step(closure).item() - expected) < 1e-6
+        return model
+
+    trains_as_plain(program)
 
 
 def non_contiguous_gradients() -> None:
@@ -254,7 +234,7 @@ def non_contiguous_gradients() -> None:
         plain = torch.nn.Conv2d(8, 16, 3)
         last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
         for model in (plain, last):
-            optimizer = distribute(sgd(model, weight_decay=0.01), model, compression)
+            _, optimizer = begin(compression, model, weight_decay=0.01)
             for step in range(4):
                 batches = torch.Generator().manual_seed(hvd.rank() + 10 * step)
                 x = torch.randn(2, 8, 6, 6, generator=batches)
@@ -267,19 +247,21 @@ def non_contiguous_gradients() -> None:
 
 
 def half_and_double_precision_parameters() -> None:
-    for dtype, tolerance in ((torch.float16, 3e-2), (torch.bfloat16, 2e-1), (torch.float64, 1e-6)):
-        for compression in (DENSE, SPARSE, NoCompression()):
-            model, reference = make_model(dtype=dtype), make_model(dtype=dtype)
-            optimizer = distribute(sgd(model), model, compression)
-            train(model, optimizer, range(4))
-            assert all(p.grad.dtype == dtype for p in model.parameters())
-            assert_same_everywhere(model)
-            if compression != SPARSE:
-                dense_reference(reference, sgd(reference), range(4))
-                assert_close(model, reference, rtol=tolerance, atol=tolerance)
+    def program(user, method, dtype):
+        model = make_model(dtype=dtype)
+        optimizer = user.begin(model, method)
+        user.train(model, optimizer, range(4))
+        assert all(p.grad.dtype == dtype for p in model.parameters())
+        if user.distributes:
             residual = optimizer.compression.store.state_of(model[0].weight).get("residual")
-            half = dtype in (torch.float16, torch.bfloat16)
-            assert residual is None or residual.dtype == (torch.float32 if half else dtype)
+            wide = torch.float64 if dtype is torch.float64 else torch.float32
+            assert residual is None or residual.dtype == wide
+        return model
+
+    for dtype, near in ((torch.float16, 3e-2), (torch.bfloat16, 2e-1), (torch.float64, 1e-6)):
+        for method in (DENSE, NoCompression()):
+            trains_as_plain(program, method, dtype, rtol=near, atol=near)
+        assert_same_everywhere(as_distributed(program, SPARSE, dtype))
 
 
 def learning_rate_schedulers() -> None:
@@ -288,21 +270,23 @@ def learning_rate_schedulers() -> None:
             return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
         return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
-    for kind in ("steps", "one cycle", "made before"):
-        model, reference = make_model(), make_model()
-        own, inner = sgd(model), sgd(reference)
-        mine = scheduler(own, kind) if kind == "made before" else None
-        optimizer = distribute(own, model, DENSE)
-        mine, theirs = mine or scheduler(optimizer, kind), scheduler(inner, kind)
+    def program(user, kind, momenta):
+        model = make_model()
+        inner = sgd(model)
+        before = scheduler(inner, kind) if kind == "made before" else None
+        optimizer = user.distribute(inner, model, DENSE)
+        schedule = before or scheduler(optimizer, kind)
         for step in range(9):
-            train(model, optimizer, [step])
-            dense_reference(reference, inner, [step])
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # one that was made before watches the inner one
-                mine.step()
-                theirs.step()
-            assert optimizer.param_groups[0]["momentum"] == inner.param_groups[0]["momentum"]
-        assert_close(model, reference)
+            user.train(model, optimizer, [step])
+            with warned():  # one that was made before watches the inner one
+                schedule.step()
+            momenta.append(optimizer.param_groups[0]["momentum"])
+        return model
+
+    for kind in ("steps", "one cycle", "made before"):
+        momenta: list[float] = []
+        trains_as_plain(program, kind, momenta)
+        assert momenta[:9] == momenta[9:]
 
 
 @horovod_only
@@ -314,8 +298,7 @@ def join_is_refused_as_long_as_an_optimizer_is_in_use() -> None:
         torch._dynamo.reset()  # it keeps models that were compiled, and they keep optimizers
     gc.disable()
     try:
-        model = make_model()
-        optimizer = distribute(sgd(model), model, DGC)
+        model, optimizer = begin(DGC)
         train(model, optimizer, range(1))
         for module in (hvd, horovod.torch):
             with raises(UnsupportedError, "join", "drop_last"):
@@ -339,9 +322,11 @@ def single_tensors_take_methods_without_state() -> None:
         assert found.dtype == torch.float32
         assert found.tolist()[:2] == (mean * hvd.size()).tolist()[:2]
         assert torch.isinf(found[2]), "it travelled in half precision"
-    for method in (DGC, TopK(density=0.5), "bf16", "qsgd", "natural"):
-        with raises(UnboundError, "hvd.FP16"):
+    for method in (DGC, DGC(), TopK(density=0.5), "bf16", "qsgd", "natural"):
+        with raises(UnboundError, "DistributedOptimizer", "named_parameters", "hvd.FP16"):
             hvd.allreduce(x, compression=method)
+    with raises(UnboundError, "DistributedOptimizer"):
+        DGC().stats()
 
 
 @horovod_only
@@ -360,27 +345,25 @@ def groups_and_parts_of_single_tensors_too() -> None:
 
 def a_broadcast_before_the_first_step_leaves_gradients_of_zero() -> None:
     for method in (NoCompression, TopK(density=0.1), SPARSE):
-        model, reference = make_model(), make_model()
+        (model, optimizer), (reference, other) = begin(method), begin(method)
         model[0].weight.requires_grad_(False)
-        optimizer = distribute(sgd(model), model, method)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         assert model[0].weight.grad is None
         model[0].weight.requires_grad_(True)
         for p in model[1:].parameters():
             assert torch.equal(p.grad, torch.zeros_like(p))
-        other = distribute(sgd(reference), reference, method)
         for m, o in ((model, optimizer), (reference, other)):
             loss_of(m, hvd.rank(), 0).backward()
             o.step()
             m.zero_grad()
             train(m, o, range(1, 3))
-        assert_close(model, reference, rtol=0, atol=0)
+        assert_equal(model, reference)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         model.zero_grad()
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         assert all(p.grad is None for p in model.parameters()), "only before the first step"
     words = torch.nn.Embedding(5, 3, sparse=True)
-    optimizer = hvd.DistributedOptimizer(sgd(words, momentum=0.0), compression=NoCompression)
+    _, optimizer = begin(NoCompression, words, momentum=0.0)
     hvd.broadcast_optimizer_state(optimizer, 0, words)
     words(torch.tensor([hvd.rank()])).sum().backward()
     assert words.weight.grad.is_sparse
@@ -389,17 +372,6 @@ def a_broadcast_before_the_first_step_leaves_gradients_of_zero() -> None:
     optimizer.state[words.weight]["rows"] = torch.ones(2).to_sparse()
     with raises(UnsupportedError, "rank 0 has a Tensor", "sparse", "no bytes to send"):
         hvd.broadcast_optimizer_state(optimizer, 0)
-
-
-@horovod_only
-def options_of_ours_beside_horovods_own_compression() -> None:
-    model = make_model()
-    fp16 = hvd.Compression.fp16
-    optimizer = hvd.DistributedOptimizer(sgd(model), compression=fp16, seed=1, sparse_step=False)
-    assert not hasattr(optimizer, "compression")
-    train(model, optimizer, range(1))
-    with raises(ConfigError, "sparse_step=True", "TopK"):
-        hvd.DistributedOptimizer(sgd(make_model()), compression=fp16, sparse_step=True)
 
 
 @horovod_only
@@ -413,11 +385,10 @@ def an_environment_of_some_ranks_only_is_an_error_on_all() -> None:
             raises(MismatchError, "rank 0: 'topk:density=0.05'", "1", "not set", "-x HVD_COMPR"),
         ):
             module.DistributedOptimizer(sgd(make_model()))
-    model = make_model()
     with environment(text):
-        optimizer = distribute(sgd(model), model, TopK(density=0.1))
-    train(model, optimizer, range(1))
-    hvd.DistributedOptimizer(sgd(model))
+        run = begin(TopK(density=0.1))
+    train(*run, range(1))
+    hvd.DistributedOptimizer(sgd(make_model()))
 
 
 @horovod_only
@@ -426,12 +397,11 @@ def a_compression_that_some_ranks_name_is_an_error_on_all() -> None:
     """Ranks that name none have Horovod's own optimizer, which knows nothing of exchanges."""
     for theirs, words in (({}, "not set"), ({"compression": hvd.Compression.fp16}, "of Horovod")):
         compared.clear()
-        model = make_model()
         with raises(MismatchError, "rank 0: .*one of hvd_compress", f"1.*: .*{words}"):
             if hvd.rank() == 0:
-                train(model, distribute(sgd(model), model, TopK(density=0.1)), range(1))
+                train(*begin(TopK(density=0.1)), range(1))
             else:
-                hvd.DistributedOptimizer(sgd(model), **theirs)
+                hvd.DistributedOptimizer(sgd(make_model()), **theirs)
 
 
 def the_environment_names_a_method_for_scripts_that_say_none() -> None:
@@ -444,8 +414,7 @@ def the_environment_names_a_method_for_scripts_that_say_none() -> None:
                 assert optimizer.compression.method == TopK(density=0.05)
                 train(model, optimizer, range(2))
                 assert_same_everywhere(model)
-        model = make_model()
-        assert distribute(sgd(model), model, NoCompression).compression.method == NoCompression()
+        assert begin(NoCompression)[1].compression.method == NoCompression()
         x = torch.ones(3)
         assert torch.equal(hvd.allreduce(x, name="x", compression=hvd.Compression.none), x)
     variable = "HVD_COMPRESSION=topk:density=0.05"
@@ -457,100 +426,71 @@ def the_environment_names_a_method_for_scripts_that_say_none() -> None:
     )
     with environment("dcg"), raises(ConfigError, "HVD_COMPRESSION=dcg"):
         hvd.DistributedOptimizer(sgd(make_model()))
-    model = make_model()
-    plain = hvd.DistributedOptimizer(sgd(model), compression=hvd.Compression.none)
+    _, plain = begin(hvd.Compression.none)
     is_horovods = not hasattr(plain, "compression")
     assert is_horovods or plain.compression.method == NoCompression()
 
 
 def what_cannot_work_says_what_to_write() -> None:
-    model = make_model()
-    for call in (
-        lambda: hvd.allreduce(torch.ones(3), compression=DGC),
-        lambda: hvd.allreduce(torch.ones(3), compression=DGC()),
-    ):
-        with raises(UnboundError, "DistributedOptimizer", "named_parameters"):
-            call()
-    with raises(UnboundError, "DistributedOptimizer"):
-        DGC().stats()
-    optimizer = distribute(sgd(model), model, DGC)
-    with raises(ConfigError, "distributed already"):
-        distribute(optimizer, model, DGC)
-    with raises(ConfigError, "dampening"):
-        distribute(sgd(model, dampening=0.1), model, DGC)
-    rmsprop = torch.optim.RMSprop(model.parameters(), momentum=0.9)
-    with raises(ConfigError, "two momenta"):
-        distribute(rmsprop, model, DGC(momentum=0.5))
-    later = hvd.DistributedOptimizer(sgd(model[0]), compression=DGC)
-    with raises(ConfigError, "dampening"):
-        later.add_param_group({"params": model[2].parameters(), "dampening": 0.5})
+    model, optimizer = begin(DGC)
+    later = distribute(sgd(model[0]), None, DGC)
+    rmsprop = torch.optim.RMSprop(make_model().parameters(), momentum=0.9)
     other = chain(momentum_correction(0.5), error_feedback(), via=allgather(top_k(0.1)))
-    with raises(ConfigError, "two momenta: 0.9", "0.5"):
-        distribute(sgd(model), model, other)
-    model = make_model()
-    by_epoch = distribute(sgd(model), model, DGC(density=hvd.warmup_to(0.01, epochs=4)))
+    added = {"params": model[2].parameters(), "dampening": 0.5}
+    refused(
+        ConfigError,
+        (lambda: distribute(optimizer, model, DGC), "distributed already"),
+        (lambda: begin(DGC, dampening=0.1), "dampening"),
+        (lambda: distribute(rmsprop, None, DGC(momentum=0.5)), "two momenta"),
+        (lambda: later.add_param_group(added), "dampening"),
+        (lambda: begin(other), "two momenta: 0.9", "0.5"),
+    )
+    model, by_epoch = begin(DGC(density=hvd.warmup_to(0.01, epochs=4)))
     with raises(ConfigError, "set_epoch"):
         loss_of(model, hvd.rank(), 0).backward()
     by_epoch.compression.set_epoch(0)
     train(model, by_epoch, range(1))  # and then it works
-    del optimizer
-    complex_model = torch.nn.Linear(4, 4, dtype=torch.complex64)
-    bad = distribute(sgd(complex_model), complex_model, DGC)
-    complex_model.weight.grad = torch.zeros_like(complex_model.weight)
+    model, bad = begin(DGC, torch.nn.Linear(4, 4, dtype=torch.complex64))
+    model.weight.grad = torch.zeros_like(model.weight)
     with raises(UnsupportedError, "complex64"):
-        bad.compression.exchange_gradients([bad._watched[id(complex_model.weight)]])
+        bad.compression.exchange_gradients([bad._watched[id(model.weight)]])
 
 
 @horovod_only
 def optimizers_may_be_made_in_another_order_or_on_one_rank_alone() -> None:
     """Over Horovod, where making one is no collective: the order of their use counts."""
-    models = [make_model(seed) for seed in range(4)]
     order = (3, 2, 0, 1) if hvd.rank() == 0 else range(3)
-    made = {n: distribute(sgd(models[n]), models[n], TopK(density=0.1)) for n in order}
+    made = {number: begin(TopK(density=0.1), seed=number) for number in order}
     for number in range(3):
-        train(models[number], made[number], range(2))
-        assert_same_everywhere(models[number])
+        train(*made[number], range(2))
+        assert_same_everywhere(made[number][0])
 
 
 def one_backward_for_two_optimizers_of_which_a_rank_has_gradients_of_one() -> None:
     """Nobody waits in backward, where the last rank is at the other optimizer."""
-    models = [make_model(seed) for seed in range(2)]
-    ranks = {0: range(hvd.size()), 1: range(max(1, hvd.size() - 1))}  # that have gradients
-    optimizers = [distribute(sgd(model), model, NoCompression()) for model in models]
-    references = [make_model(seed) for seed in range(2)]
-    for step in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        here = [models[n] for n in ranks if hvd.rank() in ranks[n]]
-        sum(loss_of(model, hvd.rank(), step) for model in here).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    for n, reference in enumerate(references):
-        plain = sgd(reference)
+
+    def loss(models, rank, step):
+        has_both = rank < max(1, hvd.size() - 1)
+        return sum(loss_of(model, rank, step) for model in models[: 1 + has_both])
+
+    def program(user):
+        models = torch.nn.ModuleList(make_model(seed) for seed in range(2))
+        optimizers = [user.begin(model, NoCompression()) for model in models]
         for step in range(3):
-            plain.zero_grad()
-            losses = [loss_of(reference, rank, step) for rank in ranks[n]]
-            (sum(losses) / hvd.size()).backward()
-            plain.step()
-        assert_close(models[n], reference)
-        assert_same_everywhere(models[n])
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            user.loss(models, step, loss).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return models
 
-
-@applies(least=2)
-def groups_that_differ_are_an_error() -> None:
-    """Each rank would wait for a bucket that others do not make."""
-    model = make_model()
-    groups = [list(model.parameters())[:2]] if hvd.rank() else None
-    optimizers = []
-    with raises(MismatchError, "groups", "rank 0: nothing", "1.*: .*0.weight, 0.bias"):
-        optimizers.append(distribute(sgd(model), model, SPARSE, groups=groups))
-        train(model, optimizers[0], range(1))
+    trains_as_plain(program)
 
 
 def empty_parameters() -> None:
     for compression in (DGC(density=0.5, min_size=0), TopK(density=0.5), NoCompression(), "bf16"):
         model = torch.nn.ParameterList([torch.zeros(0, 3), torch.zeros(()), torch.zeros(1, 1)])
-        optimizer = distribute(sgd(model, momentum=0.0, lr=1.0), model, compression)
+        _, optimizer = begin(compression, model, momentum=0.0, lr=1.0)
         optimizer.zero_grad()
         sum(((hvd.rank() + 1) * p).sum() for p in model).backward()
         optimizer.step()
@@ -588,19 +528,20 @@ def number_of_groups() -> None:
 
 
 def a_change_of_backward_passes_counts_from_there() -> None:
-    model, reference = make_model(), make_model()
-    optimizer, inner = distribute(sgd(model), model, DENSE), sgd(reference)
-    for first, passes in ((0, 1), (1, 3), (4, 2)):
-        optimizer.set_backward_passes_per_step(passes)
-        optimizer.zero_grad()
-        inner.zero_grad()
-        for part in range(first, first + passes):
-            loss_of(model, hvd.rank(), part).backward()
-            (sum(loss_of(reference, r, part) for r in range(hvd.size())) / hvd.size()).backward()
-        optimizer.step()
-        inner.step()
-    assert_close(model, reference)
-    optimizer.zero_grad()
+    def program(user):
+        model = make_model()
+        optimizer = user.begin(model, DENSE)
+        for first, passes in ((0, 1), (1, 3), (4, 2)):
+            if user.distributes:
+                optimizer.set_backward_passes_per_step(passes)
+            optimizer.zero_grad()
+            for part in range(first, first + passes):
+                user.loss(model, part).backward()
+            optimizer.step()
+        return model
+
+    trains_as_plain(program)
+    model, optimizer = begin(DENSE, backward_passes_per_step=2)
     loss_of(model, hvd.rank(), 0).backward()
     with raises(ConfigError, "backward_passes_per_step=0"):
         optimizer.set_backward_passes_per_step(0)
@@ -612,16 +553,14 @@ def a_change_of_backward_passes_counts_from_there() -> None:
 
 
 def too_many_backward_passes() -> None:
-    model = make_model()
-    optimizer = distribute(sgd(model), model, DENSE, backward_passes_per_step=2)
+    model, optimizer = begin(DENSE, backward_passes_per_step=2)
     for part in (0, 1):
         loss_of(model, hvd.rank(), part).backward()
     with raises(AssertionError, "backward_passes_per_step"):
         loss_of(model, hvd.rank(), 2).backward()
     optimizer.synchronize()
     # And before a group is complete: the last layer's gradients are still to come.
-    model = make_model()
-    optimizer = distribute(sgd(model), model, SPARSE, groups=1)
+    model, optimizer = begin(SPARSE, groups=1)
     for p in list(model.parameters())[:2]:
         p.requires_grad_(False)
     x, _ = batch(hvd.rank(), 0)
@@ -632,27 +571,10 @@ def too_many_backward_passes() -> None:
 
 
 def gradients_with_a_graph_are_refused() -> None:
-    model = make_model()
-    optimizer = distribute(sgd(model), model, SPARSE)
+    model, optimizer = begin(SPARSE)
     with raises(AssertionError, "create_graph"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PyTorch, about reference cycles
         loss_of(model, hvd.rank(), 0).backward(create_graph=True)
     for p in model.parameters():
         p.grad = None
     train(model, optimizer, range(1))
-
-
-@horovod_only
-def only_public_collectives_of_horovod_are_used() -> None:
-    """Its own class serves its own compressors, and never ours."""
-    for module in (hvd, horovod.torch):
-        model, other = make_model(), make_model()
-        ours = module.DistributedOptimizer(sgd(model), compression=SPARSE)
-        theirs = module.DistributedOptimizer(sgd(other), compression=module.Compression.fp16)
-        assert not any("horovod" in cls.__module__ for cls in type(ours).__mro__)
-        assert type(theirs).__module__ == "horovod.torch.optimizer"
-        assert not vars(ours).keys() & {"_handles", "_allreduce_delay", "_grad_accs"}
-        with raises(ConfigError, "distributed already"):
-            module.DistributedOptimizer(theirs, compression=SPARSE)
-        train(other, theirs, range(2))
-        assert_same_everywhere(other)

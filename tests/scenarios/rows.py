@@ -127,15 +127,6 @@ def _spoil(run):
     assert_same_everywhere(run.weights())
 
 
-@applies(over=("horovod", "mpi"))  # tests/core/test_rows.py has the other frameworks
-def momentum_acts_behind_them() -> None:
-    """DGC's, which is not in the optimizer: the average of what was sent gets it."""
-    run = train(_run(DGC(density=1.0, rows="top:0.5"), momentum=0.9), range(6))
-    expected = _Oracle(_top(0.5), momentum=0.9).steps(range(6))
-    assert_same_everywhere(run.weights())
-    assert_close(run.weights(), expected.weights, 1e-6, 1e-8)
-
-
 @applies(over=("horovod", "mpi"))
 def one_method_and_then_another() -> None:
     """A residual goes on waiting while rows are sent whole."""
@@ -159,11 +150,17 @@ def dense_gradients_know_nothing_of_rows() -> None:
     assert not any(np.any(x) for x in run.states().values())
 
 
-@applies(over=("horovod", "mpi"))  # Horovod's TensorFlow adds dense gradients up
-def several_backward_passes() -> None:
-    run = _run(NoCompression(rows="top:0.3"), backward_passes_per_step=2)
-    expected = _Oracle(_top(0.3), passes=2).steps(range(4))
-    assert_close(train(run, range(4), passes=2).weights(), expected.weights, 1e-7, 1e-9)
+@applies(over=("horovod", "mpi"))  # tests/core/test_rows.py has the other frameworks
+def momentum_acts_behind_them_and_passes_before() -> None:
+    """Momentum, DGC's, which is not in the optimizer, is that of the average of what was sent."""
+    for method, options, more, passes in (
+        (DGC(density=1.0, rows="top:0.5"), {"momentum": 0.9}, {}, 1),
+        (NoCompression(rows="top:0.5"), {}, {"backward_passes_per_step": 2}, 2),
+    ):
+        run = train(_run(method, **options, **more), range(5), passes=passes)
+        expected = _Oracle(_top(0.5), passes=passes, **options).steps(range(5))
+        assert_same_everywhere(run.weights())
+        assert_close(run.weights(), expected.weights, 1e-6, 1e-8)
 
 
 @applies(least=3)  # a set needs somebody outside; sizes 3 and more run this

@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import io
 import itertools
-import warnings
 import weakref
 from typing import Any
 
@@ -20,14 +19,22 @@ from hvd_compress.torch.state.checkpoint import broadcast, local_state_dict
 from tests.mutations import mutations, same
 from tests.scenarios import applies, horovod_only
 from tests.scenarios.common import (
+    User,
+    as_plain,
     assert_close,
+    assert_equal,
     assert_same_everywhere,
-    dense_reference,
+    begin,
     distribute,
+    goes_on_from_a_checkpoint,
     loss_of,
     make_model,
     sgd,
     train,
+    trains_as_plain,
+    warned,
+    words_loss_of,
+    words_model,
 )
 from tests.scenarios.driver import barrier, hvd, raises
 from tests.stateless import Stateless
@@ -37,56 +44,41 @@ SPARSE = DGC(density=0.05)
 KEYS = {"autoencoder", "first_moment", "second_moment", "quality"}
 
 
-def _warnings_of(action) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(w.message) for w in caught]
-
-
 def _clone_run(method, **options):
-    model = make_model()
-    optimizer = distribute(sgd(model, **options), model, method)
+    model, optimizer = begin(method, **options)
     train(model, optimizer, range(5))
     return model, optimizer
 
 
+def _own_state(optimizer) -> Any:
+    """A copy of what this rank has, without the warning."""
+    with warned():
+        return copy.deepcopy(optimizer.state_dict())
+
+
 def every_rank_may_save_its_own_state() -> None:
     """Saved and loaded by the same rank, a run goes on as if nothing had happened."""
-    learned = LGC(density=0.05, learn=2, code=6)
-    for method in (SPARSE, learned):
-        model, optimizer = _clone_run(method, weight_decay=0.01, nesterov=True)
-        saved = io.BytesIO()
-        _warnings_of(
-            lambda o=optimizer, m=model, f=saved: torch.save([m.state_dict(), o.state_dict()], f)
-        )
-        train(model, optimizer, range(5, 9))
-
-        again = make_model(seed=1)
-        resumed = distribute(sgd(again, weight_decay=0.01, nesterov=True), again, method)
-        saved.seek(0)
-        weights, state = torch.load(saved)
-        again.load_state_dict(weights)
-        resumed.load_state_dict(state)
-        train(again, resumed, range(5, 9))
-        for p, q in zip(model.parameters(), again.parameters(), strict=True):
-            assert torch.equal(p, q)
+    for method in (SPARSE, LGC(density=0.05, learn=2, code=6)):
+        options = {"weight_decay": 0.01, "nesterov": True}
+        goes_on_from_a_checkpoint(lambda seed, m=method, o=options: begin(m, seed=seed, **o), 5)
 
 
 def damaged_checkpoints_are_refused_whole() -> None:
     """Or they do no harm: whatever is loaded is finite, and a step can be taken."""
-    model = make_model()
-    method = DGC(density=0.05, weight_decay="gradient")
-    optimizer = distribute(sgd(model, weight_decay=0.01), model, method)
+    model, optimizer = begin(DGC(density=0.05, weight_decay="gradient"), weight_decay=0.01)
     train(model, optimizer, range(2))
     saved, refused = copy.deepcopy(local_state_dict(optimizer)), 0
     for what, damaged in mutations(saved, 100):
         before = copy.deepcopy(local_state_dict(optimizer))
-        problem: list[str] = []
-        _warnings_of(lambda d=damaged, p=problem: p.extend(_problem_of(optimizer, d)))
+        problem = ""
+        try:
+            with warned():
+                optimizer.load_state_dict(damaged)
+        except ConfigError as error:
+            problem = str(error)
         if problem:
             refused += 1
-            assert "nothing was changed" in problem[0], (what, problem)
+            assert "nothing was changed" in problem, (what, problem)
             assert same(local_state_dict(optimizer), before), what
             continue
         for p in model.parameters():
@@ -109,40 +101,34 @@ def every_optimizer_of_torch_takes_its_own_state() -> None:
         known = inspect.signature(cls).parameters
         wanted = {"lr": 0.01, "momentum": 0.9, "amsgrad": True, "centered": True}
         options = {key: value for key, value in wanted.items() if key in known}
-        model = make_model()
-        optimizer = distribute(cls(model.parameters(), **options), model, TopK(density=0.05))
-        train(model, optimizer, range(2))
+        models = make_model(), make_model()
+        optimizer, resumed = (
+            distribute(cls(model.parameters(), **options), model, TopK(density=0.05))
+            for model in models
+        )
+        train(models[0], optimizer, range(2))
         optimizer.consolidate_state_dict()
-        state = copy.deepcopy(optimizer.state_dict())
-        again = make_model()
-        resumed = distribute(cls(again.parameters(), **options), again, TopK(density=0.05))
-        resumed.load_state_dict(state)
-        train(again, resumed, range(2, 3))
-
-
-def _problem_of(optimizer: Any, state: Any) -> list[str]:
-    try:
-        optimizer.load_state_dict(state)
-    except ConfigError as error:
-        return [str(error)]
-    return []
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(models[1], resumed, range(2, 3))
 
 
 def consolidation_leaves_the_run_alone() -> None:
     model, optimizer = _clone_run(SPARSE)
     other, undisturbed = _clone_run(SPARSE)
     optimizer.consolidate_state_dict()
-    assert not _warnings_of(optimizer.state_dict)
-    state = optimizer.state_dict()
+    with warned() as said:
+        state = optimizer.state_dict()
+    assert not said
     assert state["hvd_compress"]["consolidated"]
     assert_same_everywhere(
         [s["compression.residual"] for s in state["state"].values() if "compression.residual" in s]
     )
     train(model, optimizer, range(5, 8))
     train(other, undisturbed, range(5, 8))
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
-    assert len(_warnings_of(optimizer.state_dict)) == (hvd.size() > 1)  # those means are stale
+    assert_equal(model, other)
+    with warned() as said:
+        optimizer.state_dict()
+    assert len(said) == (hvd.size() > 1)  # those means are stale
 
 
 @applies(least=2)
@@ -150,8 +136,7 @@ def a_state_that_one_rank_alone_has_loaded_has_no_mean() -> None:
     """Others have nothing to send, and would go on without it."""
     _, trained = _clone_run(SPARSE)
     trained.consolidate_state_dict()
-    saved, model = trained.state_dict(), make_model()
-    optimizer = distribute(sgd(model), model, SPARSE)
+    saved, (_, optimizer) = trained.state_dict(), begin(SPARSE)
     if hvd.rank() == 0:
         optimizer.load_state_dict(saved)
     with raises(MismatchError, "rank 0: .*residual", "rank 1"):
@@ -174,11 +159,11 @@ def a_file_of_rank_0_serves_another_number_of_ranks() -> None:
     assert len(means) > 10
     fewer = hvd.add_process_set(range(hvd.size() - 1))
     if fewer.included():
-        again = make_model(seed=1)
-        inner = sgd(again, weight_decay=0.01)
-        resumed = distribute(inner, again, SPARSE, process_set=fewer)
+        again, resumed = begin(SPARSE, seed=1, weight_decay=0.01, process_set=fewer)
         again.load_state_dict(weights)
-        assert not _warnings_of(lambda: resumed.load_state_dict(state))
+        with warned() as said:
+            resumed.load_state_dict(state)
+        assert not said
         for name, p in again.named_parameters():
             for key, x in resumed.compression.store.state_of(p).items():
                 mean = hvd.allreduce(x, name=f"again.{name}.{key}", process_set=fewer)
@@ -200,15 +185,18 @@ def a_plain_optimizer_can_take_over_and_hand_over() -> None:
     ):
         model, reference = make_model(), make_model()
         scale = hvd.size() if op == hvd.Sum else 1
+
+        def scaled(*args: Any, scale: int = scale) -> torch.Tensor:
+            return scale * loss_of(*args)
+
         options = {"lr": 0.02 / scale, **options}
         inner, plain = sgd(model, **options), sgd(reference, **options)
-        _plain_steps(model, inner, range(4), scale)
-        _plain_steps(reference, plain, range(12), scale)
+        as_plain(User.train, model, inner, range(4), scaled)
+        as_plain(User.train, reference, plain, range(12), scaled)
 
         wrapped = distribute(inner, model, DGC(density=1.0), op=op)  # with its buffers
         train(model, wrapped, range(4, 6))
-        fresh = make_model(seed=1)
-        loaded = distribute(sgd(fresh, **options), fresh, DGC(density=1.0), op=op)
+        fresh, loaded = begin(DGC(density=1.0), seed=1, op=op, **options)
         fresh.load_state_dict(model.state_dict())
         wrapped.consolidate_state_dict()
         loaded.load_state_dict(copy.deepcopy(wrapped.state_dict()))
@@ -220,64 +208,42 @@ def a_plain_optimizer_can_take_over_and_hand_over() -> None:
         back = sgd(final, **options)
         back.load_state_dict(copy.deepcopy(loaded.state_dict()))
         assert back.param_groups[0]["momentum"] == 0.9
-        _plain_steps(final, back, range(8, 12), scale)
+        as_plain(User.train, final, back, range(8, 12), scaled)
         # Decay has a momentum of its own inside DGC, which a plain SGD knows nothing of.
         tolerance = 2e-2 if "weight_decay" in options else 1e-4
         assert_close(final, reference, rtol=tolerance, atol=tolerance / 10)
 
 
-def _plain_steps(model, optimizer, steps, scale) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        losses = sum(loss_of(model, rank, step) for rank in range(hvd.size()))
-        (losses * scale / hvd.size()).backward()
-        optimizer.step()
-
-
 @horovod_only
 def means_do_not_outlive_what_they_are_of() -> None:
     model, optimizer = _clone_run(SPARSE)
-    box = []
-    _warnings_of(lambda: box.append(copy.deepcopy(optimizer.state_dict())))
-    own = box[0]["state"][0]["compression.residual"]
+    state = _own_state(optimizer)
+    own = state["state"][0]["compression.residual"]
     optimizer.consolidate_state_dict()
     handler = hvd.elastic.state._get_handler(optimizer)
     assert torch.equal(handler._saved["state"][0]["compression.residual"], own)
-    optimizer.load_state_dict(box[0])
+    optimizer.load_state_dict(state)
     assert optimizer.compression.consolidated is None
     assert torch.equal(optimizer.compression.store.state_of(model[0].weight)["residual"], own)
 
 
 def step_hooks_run_once_also_after_loading() -> None:
-    model, calls, state = make_model(), [], []
+    model, calls = make_model(), []
     inner = sgd(model)
     inner.register_step_pre_hook(lambda *_: calls.append("made before"))
     optimizer = distribute(inner, model, SPARSE)
     optimizer.register_step_post_hook(lambda *_: calls.append("made after"))
     train(model, optimizer, range(1))
-    _warnings_of(lambda: state.append(optimizer.state_dict()))
-    optimizer.load_state_dict(copy.deepcopy(state[0]), exact=True)
+    optimizer.load_state_dict(_own_state(optimizer), exact=True)
     train(model, optimizer, range(1))
     assert calls == ["made before", "made after"] * 2
 
 
 def sparse_parameters_in_checkpoints() -> None:
     """Their velocity is common to all ranks, and who has just joined must know."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(50, 30, sparse=True), torch.nn.Linear(30, 5))
-    optimizer = distribute(sgd(model), model, DGC(density=0.5))
-
-    def steps(count):
-        for _ in range(count):
-            optimizer.zero_grad()
-            words = torch.randint(0, 50, (12,))
-            torch.nn.functional.cross_entropy(model(words), words % 5).backward()
-            optimizer.step()
-
-    torch.manual_seed(hvd.rank())
-    steps(3)
-    states = []
-    _warnings_of(lambda: states.append(hvd.broadcast_object(optimizer.state_dict(), 0)))
+    model, optimizer = begin(DGC(density=0.5), words_model(sparse=True))
+    train(model, optimizer, range(3), words_loss_of)
+    state = hvd.broadcast_object(_own_state(optimizer), 0)
     if hvd.rank() == hvd.size() - 1:  # a rank that knows nothing yet
         optimizer.compression.store.sparse.clear()
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -285,37 +251,31 @@ def sparse_parameters_in_checkpoints() -> None:
     assert velocity.abs().sum() > 0
     assert_same_everywhere([velocity])
     optimizer.compression.store.sparse.clear()
-    _warnings_of(lambda: optimizer.load_state_dict(states[0]))
+    with warned():
+        optimizer.load_state_dict(state)
     after = optimizer.compression.store.state_of(model[0].weight)["velocity"]
     assert torch.equal(velocity, after)
-    steps(2)
+    train(model, optimizer, range(3, 5), words_loss_of)
     assert_same_everywhere(model)
 
 
 def rows_that_wait_in_checkpoints() -> None:
     """The mean of what waits goes on, on any number of ranks."""
     for method in (NoCompression(rows="top:0.3"), DGC(density=0.5, rows="int8")):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Embedding(50, 30, sparse=True), torch.nn.Linear(30, 5))
-        optimizer = distribute(sgd(model, momentum=0.0), model, method)
-        torch.manual_seed(hvd.rank())
-        for _ in range(3):
-            optimizer.zero_grad()
-            words = torch.randint(0, 50, (12,))
-            torch.nn.functional.cross_entropy(model(words), words % 5).backward()
-            optimizer.step()
-        weight = model[0].weight
-        own = optimizer.compression.store.state_of(weight)["residual"].clone()
+        model, optimizer = begin(method, words_model(sparse=True), momentum=0.0)
+        train(model, optimizer, range(3), words_loss_of)
+        store, weight = optimizer.compression.store, model[0].weight
+        own = store.state_of(weight)["residual"].clone()
         assert own.any()
         mean = hvd.allreduce(own, name="mean of what waits")
         optimizer.consolidate_state_dict()
         state = hvd.broadcast_object(optimizer.state_dict(), 0)
-        assert torch.equal(optimizer.compression.store.state_of(weight)["residual"], own)
-        optimizer.compression.store.sparse.clear()
+        assert torch.equal(store.state_of(weight)["residual"], own)
+        store.sparse.clear()
         optimizer.load_state_dict(state)
-        torch.testing.assert_close(optimizer.compression.store.state_of(weight)["residual"], mean)
+        torch.testing.assert_close(store.state_of(weight)["residual"], mean)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        torch.testing.assert_close(optimizer.compression.store.state_of(weight)["residual"], mean)
+        torch.testing.assert_close(store.state_of(weight)["residual"], mean)
 
 
 def one_parameter_keeps_the_autoencoder_of_all() -> None:
@@ -406,40 +366,39 @@ class TwoRounds(Stateless, name="test-two-rounds"):
 def several_rounds_advance_together() -> None:
     """Ranks start and wait in opposite orders; one tensor's second round must not wait for
     another's first."""
-    for groups in (None, 2):
-        model, reference = make_model(), make_model()
-        optimizer = distribute(sgd(model), model, TwoRounds(), groups=groups)
-        dense_reference(reference, sgd(reference), range(4))
+
+    def program(user, groups):
+        model = make_model()
+        optimizer = user.begin(model, TwoRounds(), groups=groups)
         for step in range(4):
             optimizer.zero_grad()
-            if groups is None:
-                gradients = torch.autograd.grad(
-                    loss_of(model, hvd.rank(), step), list(model.parameters())
-                )
+            if user.distributes and groups is None:
+                gradients = torch.autograd.grad(user.loss(model, step), [*model.parameters()])
                 pairs = list(zip(model.parameters(), gradients, strict=True))
                 for p, g in pairs if hvd.rank() % 2 else pairs[::-1]:
                     p.grad = g
                     _is_ready(weakref.ref(optimizer), id(p), p)
             else:
-                loss_of(model, hvd.rank(), step).backward()
+                user.loss(model, step).backward()
             optimizer.step()
-        assert_same_everywhere(model)
-        assert_close(model, reference)
+        return model
+
+    for groups in (None, 2):
+        trains_as_plain(program, groups)
 
 
 def one_rank_loads_its_own_state_again() -> None:
     """Or clears it: which collectives there are does not depend on what a rank remembers."""
     weights = []
-    changes = [lambda _: None, lambda o: o.load_state_dict(o.state_dict()), _clear]
+    clear = lambda o: o.state.clear()  # noqa: E731
+    changes = [lambda _: None, lambda o: o.load_state_dict(o.state_dict()), clear]
     for method, change in itertools.product([SPARSE, TopK(density=0.05)], changes):
-        if method is SPARSE and change is _clear:  # the momentum of what is sent whole is common
+        if method is SPARSE and change is clear:  # the momentum of what is sent whole is common
             continue
-        model = make_model()
-        optimizer = distribute(sgd(model, momentum=0.9 if method is SPARSE else 0), model, method)
+        model, optimizer = begin(method, momentum=0.9 if method is SPARSE else 0)
         train(model, optimizer, range(3))
         if hvd.rank() == 0:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warned():
                 change(optimizer)
         train(model, optimizer, range(3, 6))
         assert_same_everywhere(model)
@@ -449,14 +408,9 @@ def one_rank_loads_its_own_state_again() -> None:
     assert not torch.equal(weights[3], weights[4])
 
 
-def _clear(optimizer) -> None:
-    optimizer.state.clear()
-
-
 def a_second_optimizer_takes_over() -> None:
     """Also where the first is alive on one rank only, as if the collector had not come there."""
-    model = make_model()
-    first = distribute(sgd(model), model, SPARSE)
+    model, first = begin(SPARSE)
     train(model, first, range(2))
     kept = [first] if hvd.rank() == 0 else []
     del first

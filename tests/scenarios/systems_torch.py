@@ -15,11 +15,14 @@ from hvd_compress.systems import rounds
 from hvd_compress.systems.graphs import l1, simulate
 from tests.scenarios import applies
 from tests.scenarios.common import (
-    assert_close,
+    assert_equal,
     assert_same_everywhere,
+    goes_on_from_a_checkpoint,
     loss_of,
     make_model,
     sgd,
+    train,
+    train_scaled,
 )
 from tests.scenarios.driver import barrier, hvd, raises
 
@@ -38,6 +41,11 @@ def _distributed(method: Any, model: Any, inner: Any = None, **options: Any) -> 
     inner = sgd(model, nesterov=True) if inner is None else inner
     names = model.named_parameters()
     return hvd.DistributedOptimizer(inner, named_parameters=names, method=method, **options)
+
+
+def _begin(method: Any, seed: int = 0, **options: Any) -> tuple[Any, Any]:
+    model = make_model(seed)
+    return model, _distributed(method, model, **options)
 
 
 def _train(model: Any, optimizer: Any, steps: range) -> None:
@@ -106,14 +114,15 @@ def what_cannot_work_is_refused() -> None:
     ):
         with raises(ConfigError, *words):
             _distributed(hvd.Diffusion, model, **options)
-    with raises(ConfigError, "no training method", "ExactDiffusion"):
-        _distributed("exact_diffusion", model)
-    with raises(ConfigError, "no training method"):
-        _distributed(hvd.LARS, model)  # a class of another kind
+    for method, *words in (
+        ("exact_diffusion", "no training method", "ExactDiffusion"),
+        (hvd.LARS, "no training method"),  # a class of another kind
+        (hvd.Diffusion("grid:rows=7"), "rows=7"),
+    ):
+        with raises(ConfigError, *words):
+            _distributed(method, model)
     with raises(UnsupportedError, "LBFGS"):
         _distributed(hvd.Diffusion, model, torch.optim.LBFGS(model.parameters()))
-    with raises(ConfigError, "rows=7"):
-        _distributed(hvd.Diffusion("grid:rows=7"), model)
     with raises(ConfigError, "sync_every must be a whole number"):
         hvd.LocalSGD(sgd(model))
     if hvd.size() > 2:
@@ -167,8 +176,7 @@ def a_frozen_parameter_is_the_same_everywhere_and_begins_anew() -> None:
         rounds.EASGD(sync_every=4),
         hvd.LEAD("line"),
     ):
-        model = make_model()
-        optimizer = _distributed(method, model)
+        model, optimizer = _begin(method)
         _train(model, optimizer, range(5))
         name, frozen = next(iter(model.named_parameters()))
         mean = hvd.allreduce(frozen.detach(), name="mean")
@@ -216,8 +224,7 @@ def without_trained_parameters_nothing_happens() -> None:
 
 def a_rank_without_gradients_meets_the_others() -> None:
     for method in (rounds.DiLoCo(sync_every=2), hvd.ExactDiffusion("complete")):
-        model, fresh = make_model(), make_model()
-        optimizer = _distributed(method, model)
+        (model, optimizer), fresh = _begin(method), make_model()
         for step in range(4):
             optimizer.zero_grad()
             if hvd.rank() == 0:
@@ -231,16 +238,9 @@ def a_rank_without_gradients_meets_the_others() -> None:
 
 def a_step_that_loss_scaling_skips_is_a_step() -> None:
     for method, exchanges in ((rounds.LocalSGD(sync_every=2), 2), (hvd.ExactDiffusion, 4)):
-        model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=2.0**4)
-        optimizer = _distributed(method, model)
+        (model, optimizer), scaler = _begin(method), torch.amp.GradScaler("cpu", init_scale=2.0**4)
         for step in range(4):
-            optimizer.zero_grad()
-            loss = loss_of(model, hvd.rank(), step)
-            if step == 1 and hvd.rank() == 0:
-                loss = loss * float("inf")
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            train_scaled(model, optimizer, scaler, [step], spoilt=[1])
             assert optimizer.training.step == step + 1
         assert scaler.get_scale() == (2.0**3 if hvd.rank() == 0 else 2.0**4)
         assert optimizer.training.exchanges == exchanges
@@ -250,23 +250,13 @@ def a_step_that_loss_scaling_skips_is_a_step() -> None:
 def checkpoints_of_each_rank_go_on_as_if_nothing_had_happened() -> None:
     streaming = rounds.DiLoCo(sync_every=6, fragments=2, delay=1, mix=0.5, compression=TOP_K)
     for method in (streaming, hvd.LEAD("cycle"), hvd.GradientTracking("one_peer")):
-        model, other = make_model(), make_model(seed=1)
-        optimizer = _distributed(method, model)
-        _train(model, optimizer, range(8))
-        saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-        _train(model, optimizer, range(8, 15))
-        other.load_state_dict(weights)
-        again = _distributed(method, other)
-        again.load_state_dict(saved)
-        _train(other, again, range(8, 15))
-        assert_close(other, model, rtol=0, atol=0)
+        goes_on_from_a_checkpoint(lambda seed, m=method: _begin(m, seed), 8, 7, _train)
 
 
 def a_checkpoint_of_one_rank_serves_all() -> None:
     """Saved in the middle of an exchange, on rank 0, and loaded by all."""
     method = rounds.DiLoCo(sync_every=4, delay=2, compression=TOP_K)
-    model, other = make_model(), make_model(seed=1)
-    optimizer = _distributed(method, model)
+    (model, optimizer), (other, again) = _begin(method), _begin(method, seed=1)
     _train(model, optimizer, range(8))
     with raises(ConfigError, "consolidate_state_dict"):
         optimizer.state_dict()
@@ -274,7 +264,6 @@ def a_checkpoint_of_one_rank_serves_all() -> None:
         warnings.simplefilter("error")
         optimizer.consolidate_state_dict()
         assert optimizer.state_dict()["training"]["state"]["arrived"]
-        again = _distributed(method, other)
         own = optimizer.state_dict() if hvd.rank() == 0 else None
         again.load_state_dict(hvd.broadcast_object(own, 0, name="checkpoint"))
     hvd.broadcast_optimizer_state(again, 0)
@@ -286,8 +275,7 @@ def a_checkpoint_of_one_rank_serves_all() -> None:
 
 
 def a_checkpoint_of_another_rank_is_refused_if_it_has_a_state() -> None:
-    model = make_model()
-    optimizer = _distributed(hvd.Diffusion, model)
+    model, optimizer = _begin(hvd.Diffusion)
     _train(model, optimizer, range(2))
     saved = optimizer.state_dict() if hvd.rank() == 0 else None
     optimizer.load_state_dict(hvd.broadcast_object(saved, 0, name="checkpoint"))
@@ -350,18 +338,13 @@ def types_of_parameters_may_be_mixed() -> None:
 @applies(least=3)
 def ranks_of_a_set_have_a_graph_of_their_own() -> None:
     some = hvd.add_process_set([0, hvd.size() - 1])
-    model = make_model()
-    optimizer = _distributed(hvd.Diffusion("complete"), model, process_set=some)
+    model, optimizer = _begin(hvd.Diffusion("complete"), process_set=some)
     _train(model, optimizer, range(2))
     if some.included():
         assert_same_everywhere(model, some)
     else:
         alone = make_model()
-        inner = sgd(alone, nesterov=True)
-        for step in range(2):
-            inner.zero_grad()
-            loss_of(alone, hvd.rank(), step).backward()
-            inner.step()
-        assert_close(model, alone, rtol=0, atol=0)
+        train(alone, sgd(alone, nesterov=True), range(2))
+        assert_equal(model, alone)
     barrier()
     hvd.remove_process_set(some)

@@ -10,11 +10,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from hvd_compress.torch import ConfigError, MismatchError, UnsupportedError
 from tests.scenarios.common import (
+    as_distributed,
+    as_plain,
     assert_same_everywhere,
     batch,
     distribute,
-    loss_of,
     make_model,
+    train,
 )
 from tests.scenarios.driver import hvd, is_mpi
 
@@ -37,26 +39,24 @@ class _Adapted(torch.nn.Module):
         return x @ (self.base.a + 0.0) @ (torch.eye(4) + self.down @ self.up)
 
 
-def _loss(model, step, rank=None):
-    seed = 100 * (hvd.rank() if rank is None else rank) + step
-    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+def _loss(model, rank, step):
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * rank + step))
     return model(x).square().mean()
 
 
 def frozen_parameters_may_be_anything() -> None:
+    def program(user, method):
+        model = _Adapted()
+        trained = model.parameters() if user.distributes else [model.down, model.up]
+        sgd = torch.optim.SGD(trained, lr=0.01, momentum=0.9)
+        optimizer = user.distribute(sgd, model, method)
+        user.train(model, optimizer, range(3), _loss)
+        return optimizer, model
+
     for method in METHODS:
-        model, reference = _Adapted(), _Adapted()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=method)
-        plain = torch.optim.SGD([reference.down, reference.up], lr=0.01, momentum=0.9)
-        for step in range(3):
-            optimizer.zero_grad()
-            _loss(model, step).backward()
-            optimizer.step()
-            plain.zero_grad()
-            (sum(_loss(reference, step, r) for r in range(hvd.size())) / hvd.size()).backward()
-            plain.step()
+        optimizer, model = as_distributed(program, method)
         if method == "none":
+            _, reference = as_plain(program, method)
             torch.testing.assert_close(model.down, reference.down)
             torch.testing.assert_close(model.up, reference.up)
         assert_same_everywhere([model.down, model.up])
@@ -64,7 +64,7 @@ def frozen_parameters_may_be_anything() -> None:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         optimizer.add_param_group({"params": [torch.nn.Parameter(model.base.data, False)]})
-        _loss(model, 3).backward()
+        _loss(model, hvd.rank(), 3).backward()
         optimizer.step()
 
 
@@ -77,11 +77,11 @@ def what_is_trained_is_plain() -> None:
         with pytest.raises(UnsupportedError, match=r"'added\.1\.0', which is a TwoTensor.*LoRA"):
             optimizer.add_param_group({"params": [extra]})
         assert len(optimizer.param_groups) == 1
-        _loss(model, 0).backward()
+        _loss(model, hvd.rank(), 0).backward()
         optimizer.step()
         optimizer.zero_grad()
         model.base.requires_grad_(True)
-        _loss(model, 1).backward()
+        _loss(model, hvd.rank(), 1).backward()
         with pytest.raises(UnsupportedError, match=r"'base'.*requires_grad_\(False\)"):
             optimizer.step()
         with pytest.raises(UnsupportedError, match="'base'"):
@@ -95,10 +95,7 @@ def local_steps_leave_frozen_parameters_alone() -> None:
         method=hvd.LocalSGD(sync_every=2),
         named_parameters=model.named_parameters(),
     )
-    for step in range(4):
-        optimizer.zero_grad()
-        _loss(model, step).backward()
-        optimizer.step()
+    train(model, optimizer, range(4), _loss)
     optimizer.load_state_dict(optimizer.state_dict())
     assert_same_everywhere([model.down, model.up])
     model.base.requires_grad_(True)
@@ -303,21 +300,14 @@ def optimizers_around_others_say_what_to_wrap() -> None:
             distribute(optimizer, model, "topk:density=0.1")
         with pytest.raises(UnsupportedError, match=rf"{name}\(hvd\.DistributedOptimizer\(inner"):
             hvd.DistributedOptimizer(optimizer, method=hvd.LocalSGD(sync_every=2))
-    around = _Lookahead(distribute(inner, model, "topk:density=0.1"))
-    for step in range(4):
-        around.zero_grad()
-        loss_of(model, hvd.rank(), step).backward()
-        around.step()
+    train(model, _Lookahead(distribute(inner, model, "topk:density=0.1")), range(4))
     assert_same_everywhere(model)
 
 
 def entries_of_the_users_own_are_saved_and_loaded() -> None:
     model = make_model()
     optimizer = distribute(_Counting(model.parameters(), lr=0.05), model, "topk:density=0.1")
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank(), step).backward()
-        optimizer.step()
+    train(model, optimizer, range(3))
     optimizer.consolidate_state_dict()
     saved = copy.deepcopy(optimizer.state_dict())
     again = distribute(_Counting(model.parameters(), lr=0.05), model, "topk:density=0.1")

@@ -8,21 +8,24 @@ import horovod.torch
 import torch
 
 from hvd_compress.blocks import allgather, chain, error_feedback, momentum_correction, top_k
-from hvd_compress.torch import DGC, NoCompression, Signum, TopK
+from hvd_compress.torch import DGC, ConfigError, NoCompression, Signum, TopK
 from tests.scenarios import horovod_only
 from tests.scenarios.common import (
     assert_close,
     assert_same_everywhere,
+    begin,
     dense_reference,
     distribute,
     lockstep_reference,
     make_model,
     sgd,
     train,
+    trains_as_plain,
 )
-from tests.scenarios.driver import hvd
+from tests.scenarios.driver import hvd, raises
 
 DENSE = DGC(density=1.0)  # momentum SGD, through all of DGC's machinery
+SPARSE = DGC(density=0.05)
 
 
 @horovod_only
@@ -40,15 +43,31 @@ def everything_of_horovod_is_there() -> None:
 
 @horovod_only
 def other_compression_passes_through() -> None:
-    for compression in (horovod.torch.Compression.none, horovod.torch.Compression.fp16):
-        model, reference = make_model(), make_model()
-        optimizer = horovod.torch.DistributedOptimizer(
-            sgd(model), named_parameters=model.named_parameters(), compression=compression
-        )
-        assert not hasattr(optimizer, "compression")
-        train(model, optimizer, range(3))
-        dense_reference(reference, sgd(reference), range(3))
-        assert_close(model, reference, rtol=1e-2, atol=1e-3)
+    """Horovod's own class serves its own compressors, and never ours; our options may stand beside
+    them, if they say nothing."""
+
+    def program(user, module, compression):
+        model = make_model()
+        optimizer = sgd(model)
+        if user.distributes:
+            optimizer = module.DistributedOptimizer(
+                optimizer, model.named_parameters(), compression, seed=1, sparse_step=False
+            )
+            assert type(optimizer).__module__ == "horovod.torch.optimizer"
+            assert not hasattr(optimizer, "compression")
+            with raises(ConfigError, "distributed already"):
+                module.DistributedOptimizer(optimizer, compression=SPARSE)
+        user.train(model, optimizer, range(3))
+        return model
+
+    for module in (hvd, horovod.torch):
+        for compression in (module.Compression.none, module.Compression.fp16):
+            trains_as_plain(program, module, compression, rtol=1e-2, atol=1e-3)
+        ours = module.DistributedOptimizer(sgd(make_model()), compression=SPARSE)
+        assert not any("horovod" in cls.__module__ for cls in type(ours).__mro__)
+        assert not vars(ours).keys() & {"_handles", "_allreduce_delay", "_grad_accs"}
+    with raises(ConfigError, "sparse_step=True", "TopK"):
+        begin(hvd.Compression.fp16, sparse_step=True)
 
 
 class _Averaging(torch.optim.SGD):
@@ -83,11 +102,21 @@ def _sgd(**options: Any) -> Any:
 
 def without_loss_it_is_the_plain_optimizer() -> None:
     """Momentum and weight decay act as without compression, inside the exchange and outside."""
+
+    def program(user, make, method):
+        model = make_model()
+        inner = make(model)
+        momenta = [group.get("momentum") for group in inner.param_groups]
+        optimizer = user.distribute(inner, model, method)
+        assert isinstance(optimizer, type(inner))
+        assert type(optimizer).__name__ == type(inner).__name__
+        user.train(model, optimizer, range(8))
+        assert [group.get("momentum") for group in optimizer.param_groups] == momenta
+        assert getattr(optimizer, "losses", [5] * 8) == [5] * 8
+        return model
+
     decay = {"weight_decay": 0.01}
     by_gradient = DGC(density=1.0, weight_decay="gradient")
-    chained = chain(
-        momentum_correction(0.9, masking=False), error_feedback(), via=allgather(top_k(1.0))
-    )
     for make, method in (
         *((_sgd(**options), NoCompression()) for options in ({"nesterov": True}, decay)),
         *((_sgd(nesterov=True, **decay), own) for own in (DENSE, by_gradient)),
@@ -98,21 +127,13 @@ def without_loss_it_is_the_plain_optimizer() -> None:
         (lambda m: _Averaging(m, window=5), DENSE),
         (lambda m: torch.optim.Adam(m.parameters(), lr=0.01), NoCompression()),
     ):
-        model, reference = make_model(), make_model()
-        inner, plain = make(model), make(reference)
-        optimizer = distribute(inner, model, method)
-        assert isinstance(optimizer, type(inner))
-        assert type(optimizer).__name__ == type(inner).__name__
-        train(model, optimizer, range(8))
-        dense_reference(reference, plain, range(8))
-        assert_close(model, reference)
-        momenta = [group.get("momentum") for group in optimizer.param_groups]
-        assert momenta == [group.get("momentum") for group in plain.param_groups]
-        assert getattr(optimizer, "losses", [5] * 8) == [5] * 8
+        trains_as_plain(program, make, method)
     # Momentum of a chain goes for weight decay, too; names may be missing.
+    chained = chain(
+        momentum_correction(0.9, masking=False), error_feedback(), via=allgather(top_k(1.0))
+    )
     model, reference = make_model(), make_model()
-    inner = sgd(model, momentum=0.0, weight_decay=0.02)
-    optimizer = hvd.DistributedOptimizer(inner, compression=chained)
+    optimizer = distribute(sgd(model, momentum=0.0, weight_decay=0.02), None, chained)
     train(model, optimizer, range(8))
     dense_reference(reference, sgd(reference, weight_decay=0.02), range(8))
     assert_close(model, reference)
@@ -122,8 +143,7 @@ def without_loss_it_is_the_plain_optimizer() -> None:
 def gathered_averages_have_the_bits_of_the_lockstep_world() -> None:
     """One exchange: what the ranks add up, they add in rank order."""
     for method in (TopK(density=0.05, error_feedback=False), DGC(density=0.05)):
-        model, other = make_model(), make_model()
-        optimizer = distribute(sgd(model, momentum=0.0), model, method)
+        (model, optimizer), other = begin(method, momentum=0.0), make_model()
         train(model, optimizer, range(1))
         lockstep_reference(other, method, 1, momentum=0.0)
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
@@ -145,9 +165,9 @@ def decay_follows_its_formula() -> None:
                 q = buffers[name] = m * buffers.get(name, torch.zeros_like(p)) + wd * p.detach()
                 return g + (wd * p.detach() + m * q if nesterov else q)
 
-            model, reference = make_model(), make_model()
-            inner = sgd(model, weight_decay=wd, nesterov=nesterov)
-            train(model, distribute(inner, model, method), range(5))
+            model, optimizer = begin(method, weight_decay=wd, nesterov=nesterov)
+            reference = make_model()
+            train(model, optimizer, range(5))
             lockstep_reference(reference, method, 5, nesterov=nesterov, direction=direction)
             assert_close(model, reference)
             assert_same_everywhere(model)
