@@ -39,6 +39,17 @@ _ALIKE, _LOST = 0.05, 0.95
 _TINY = 1e-30
 
 
+def settled_after(settled: Start | None, start: Start) -> Start:
+    """Return ``settled``, or else a schedule that begins later than ``start`` by more than one
+    step, since a non-finite step is undone.  It is an option, because graphs of TensorFlow have a
+    branch for each stage of the schedules that are options."""
+    if settled is not None:
+        return as_start(settled)
+    if isinstance(start, After):
+        return After(start.unit, start.stage_length + (3 if start.unit == "step" else 1))
+    return After("step", 3) if start else False
+
+
 class CodedTensor(NamedTuple):
     """A flat tensor whose selected elements an autoencoder codes, with its state."""
 
@@ -115,12 +126,14 @@ class Learned(Aggregator):
     its first step, for which there is no bucket yet, is coded alone.
 
     Results of frameworks may differ between ranks in their last bits, and so may weights.  So all
-    ranks take over those of rank 0 in some first steps, and decode in NumPy, on the host.
+    ranks take over those of rank 0 until ``settled``, by default a few steps after ``start``, and
+    decode in NumPy, on the host.
     """
 
     density: float = checked(check_fraction, 0.001)
     start: Start = dataclasses.field(default=300, metadata=converted(as_start))
     rate: float = checked(check_fraction, 0.003)
+    settled: Start | None = None
 
     keys = ("autoencoder", "first_moment", "second_moment", "quality")
     per_rank = False
@@ -131,14 +144,9 @@ class Learned(Aggregator):
     def _select(self) -> top_k:
         return top_k(self.density)
 
-    @property
-    def _settled(self) -> Start:
-        """The step from which all have the weights of rank 0.  It is later than ``start`` by more
-        than one step, since a non-finite step is undone."""
-        if isinstance(self.start, After):
-            more = 3 if self.start.unit == "step" else 1
-            return After(self.start.unit, self.start.stage_length + more)
-        return After("step", 3) if self.start else False
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "settled", settled_after(self.settled, self.start))
 
     def fits(self, n: int) -> bool:
         """Return whether some of ``n`` elements are selected, and not all."""
@@ -192,7 +200,7 @@ class Learned(Aggregator):
         if not started(self.start, context.step, context.epoch):
             return (yield from self._train(parts, state))
         xp, weights = backend_of(x), state["autoencoder"]
-        late = started(self._settled, context.step, context.epoch)
+        late = started(self.settled or False, context.step, context.epoch)
         if not late:
             weights = yield Sum(weights if context.rank == 0 else xp.full_like(weights, 0.0))
         results = yield from self._aggregate_coded(parts, weights)

@@ -13,6 +13,7 @@ from hvd_compress.chain import Chain, chain
 from hvd_compress.config import checked, choice, converted
 from hvd_compress.errors import ConfigError
 from hvd_compress.learned.aggregators import learned_allreduce, learned_server
+from hvd_compress.learned.learning import settled_after
 from hvd_compress.meetings import dense_until, leader_top_k
 from hvd_compress.methods.chained import OfVelocities, check_min_size
 from hvd_compress.schedules import After, Start, as_start, started
@@ -34,6 +35,7 @@ class LGC(OfVelocities, name="lgc"):
     Options:
         density, momentum, nesterov, masking, min_size: as in :class:`~hvd_compress.DGC`.
         learn, code: numbers of steps, or ``After("epoch", ...)``; ``learn`` comes first.
+        settled: when all have rank 0's weights; ``None``: three steps or an epoch later.
         via: "allreduce", which averages latents, or "server": the leader's stands for all.
         innovation, decoders: with "server", the part of values sent too, and their number.
         rate: of the training by Adam, in (0, 1].
@@ -59,9 +61,11 @@ class LGC(OfVelocities, name="lgc"):
     nesterov: bool | None = None
     masking: bool = choice(True, False)
     min_size: int = checked(check_min_size, 1024)
+    settled: Start | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "settled", settled_after(self.settled, self.code))
         if _length(self.code, self.learn) < _length(self.learn, self.code):
             raise ConfigError(
                 f"code={self.code} is before learn={self.learn}: an autoencoder that was not "
@@ -90,6 +94,7 @@ class LGC(OfVelocities, name="lgc"):
         options: dict[str, Any] = {
             "density": self.density,
             "start": self.code,
+            "settled": self.settled,
             "rate": self.rate,
         }
         return learned_allreduce(**options) if self.via == "allreduce" else self._server(**options)

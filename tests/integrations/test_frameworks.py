@@ -118,7 +118,10 @@ JOBS = [
     ),
     Job(
         "tensorflow",
-        (*COLLECTIVES, "shared", "rows", *FOLLOWS, "parity.tapes_follow_the_oracle"),
+        (
+            *(*COLLECTIVES, "shared", "rows", *FOLLOWS),
+            *("parity.tapes_follow_the_oracle", "parity.learning_follows_the_oracle"),
+        ),
         "mpirun",
         2,
     ),
