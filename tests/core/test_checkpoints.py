@@ -65,6 +65,34 @@ def test_damaged_states_of_a_reducer(name, has_trained):
     assert refused > 50
 
 
+def test_damaged_states_of_a_binding_of_tensorflow():
+    import tensorflow as tf
+
+    import hvd_compress.tensorflow.mpi as hvd
+
+    hvd.init()
+    given = [[tf.constant(x) for x in gradients(step).values()] for step in range(3)]
+    binding = hvd.bind(ROWS["dgc"].method, [tf.Variable(x) for x in given[0]], momentum=0.9)
+    for step in range(2):
+        binding.reduce(given[step])
+    saved, refused = binding.values(), 0
+    binding.reduce(given[2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of entries without a use
+        for what, damaged in mutations(saved, 120):
+            before = binding.values()
+            if problem := problem_of(lambda d=damaged: binding.load_values(d)):
+                refused += 1
+                assert "nothing was changed" in problem, (what, problem)
+                assert same(binding.values(), before), what
+                continue
+            results = [x.numpy() for x in (*binding.reduce(given[2]), *binding.kept()[1].values())]
+            assert all(np.isfinite(x).all() for x in results), what
+            binding.load_values(saved)
+            binding.reduce(given[2])
+    assert refused > 40
+
+
 def problem_of(action: Callable[[], None]) -> str:
     """The message of a ``ConfigError``; no other error is expected."""
     try:

@@ -145,6 +145,7 @@ def run_all(
     """Run them one after the other, and write what this rank found: a line of JSON for each,
     with its seconds."""
     gc.freeze()  # frameworks stay, and the collector need not look through them each time
+    gc.set_threshold(50_000, 20, 20)  # tracing makes many objects, of which few are garbage
     with (Path(folder) / str(rank)).open("a") as log:
         for name, function in functions.items():
             problem, began = None, time.perf_counter()

@@ -1,15 +1,18 @@
-"""TensorFlow behind the interface of driver.py: a Keras optimizer, or a tape."""
+"""TensorFlow behind the interface of driver.py: a Keras optimizer, or a tape.  With
+``TF_USE_LEGACY_KERAS=1`` Keras is tf_keras, version 2."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow import keras
 
 from hvd_compress import as_compressor
 from hvd_compress.errors import MismatchError
@@ -23,12 +26,30 @@ if os.environ.get("SCENARIOS_GRAPPLER") == "0":
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 tf.get_logger().setLevel("ERROR")  # each run has a graph of its own, and is not retracing
 over, _, library = os.environ.get("SCENARIOS_OVER", "tensorflow").partition("-")
+is_keras_2 = os.environ.get("TF_USE_LEGACY_KERAS") == "1"
 if library == "mpi":  # nothing may import it
     sys.modules["horovod"] = None
 _ENDING = ".mpi" if library == "mpi" else ""
 hvd: Any = importlib.import_module(f"hvd_compress.tensorflow{_ENDING}")
 LOSSES: Any = importlib.import_module("hvd_compress.tensorflow.keras.codistillation").LOSSES
 hvd_keras: Any = importlib.import_module(f"hvd_compress.tensorflow.keras{_ENDING}")
+#: Horovod's own, with what this package has put into them; the first is not of Keras alone
+HOROVODS: list[Any] = [
+    importlib.import_module(name)
+    for name in ("horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras")
+    if library != "mpi" and (name != "horovod.keras" or not is_keras_2)
+]
+
+
+@contextlib.contextmanager
+def policy(name: str) -> Iterator[None]:
+    """Whatever of Keras is made meanwhile has these dtypes."""
+    before = keras.mixed_precision.global_policy()
+    keras.mixed_precision.set_global_policy(name)
+    try:
+        yield
+    finally:
+        keras.mixed_precision.set_global_policy(before)
 
 
 def _layers(kind: str) -> list[Any]:
@@ -40,17 +61,15 @@ def _layers(kind: str) -> list[Any]:
             keras.layers.Dense(oracle.WIDTHS[-1], use_bias=False),
         ]
     hidden = [keras.layers.Dense(width, activation="tanh") for width in oracle.WIDTHS[1:-1]]
-    inputs = keras.Input((oracle.WIDTHS[0],), dtype=keras.config.dtype_policy().compute_dtype)
+    inputs = keras.Input(
+        (oracle.WIDTHS[0],), dtype=keras.mixed_precision.global_policy().compute_dtype
+    )
     return [inputs, *hidden, keras.layers.Dense(oracle.WIDTHS[-1])]
 
 
 def model_of(kind: str, dtype: str = "float32") -> Any:
-    policy = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(dtype)  # of the model too, which casts its inputs
-    try:
+    with policy(dtype):  # of the model too, which casts its inputs
         model = keras.Sequential(_layers(kind))
-    finally:
-        keras.config.set_dtype_policy(policy)
     wide = dtype.replace("mixed_float16", "float32")  # what the variables have
     model.set_weights(list(oracle.initial_weights(kind, wide).values()))
     return model

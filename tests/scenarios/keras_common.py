@@ -3,6 +3,8 @@ TensorFlow 1, which are refused."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -45,75 +47,65 @@ def _steps(optimizer: Any, count: int, before: Callable[[int], None] = lambda nu
 
 
 @applies(least=2)
-def rates_that_differ_are_an_error_in_the_next_step() -> None:
-    """Constants, schedules, and a rate that a callback changes on one rank."""
-    rank = hvd.rank()
-    decay = keras.optimizers.schedules.CosineDecay(0.1, 100 + rank)
-    for rate in (0.1 + rank, decay):
-        optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(rate), compression=METHOD)
-        with raises(tf.errors.OpError, "optimizer", "learning_rate"):
+def numbers_of_the_optimizer_that_differ_are_an_error() -> None:
+    """In the first step; rates, which users may broadcast until then, in the next."""
+    one = hvd.rank() == 1
+    for own, step, *words in (
+        (
+            keras.optimizers.SGD(0.1, momentum=0.9 if one else 0.8, weight_decay=0.1 + one),
+            *(0, "momentum", "weight_decay"),
+        ),
+        (keras.optimizers.Adam(0.1, beta_1=0.9 if one else 0.8), 0, "beta_1"),
+        (hvd_keras.LAMB(0.1, beta_2=0.9 if one else 0.8), 0, "beta_2"),
+        (
+            keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1 + one, 100)),
+            *(1, "learning_rate"),
+        ),
+    ):
+        optimizer = hvd_keras.DistributedOptimizer(own, compression=METHOD)
+        with raises(tf.errors.OpError, "optimizer", *words):
             _steps(optimizer, 2)
-    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=METHOD)
-
-    def drop(number: int) -> None:
-        if number == 2 and rank == 0:
-            optimizer.learning_rate = 0.01
-
-    with raises(tf.errors.OpError, "MismatchError", "learning_rate = 0.00999", "ReduceLROnPlateau"):
-        _steps(optimizer, 3, drop)
-    assert int(optimizer.compression.step) == 2
+        assert int(optimizer.compression.step) == step
 
 
 @applies(least=2)
-def numbers_of_the_optimizer_that_differ_are_an_error() -> None:
-    one = hvd.rank() == 1
-    for own, name in (
-        (keras.optimizers.SGD(0.1, weight_decay=0.1 if one else 0.2), "weight_decay"),
-        (keras.optimizers.SGD(0.1, momentum=0.9 if one else 0.8), "momentum"),
-        (keras.optimizers.Adam(0.1, beta_1=0.9 if one else 0.8), "beta_1"),
-        (hvd_keras.LAMB(0.1, beta_2=0.9 if one else 0.8), "beta_2"),
-    ):
-        optimizer = hvd_keras.DistributedOptimizer(own, compression=METHOD)
-        with raises(tf.errors.OpError, "optimizer", name):
-            _steps(optimizer, 1)
-        assert int(optimizer.compression.step) == 0
-
-
-def equal_numbers_are_no_error() -> None:
-    """Rates that change on all ranks alike, and what says nothing of a step."""
+def a_rate_that_differs_is_an_error_in_the_next_step() -> None:
+    """One that changes on all ranks alike is none, nor is what says nothing of a step."""
+    last, rank = SAMPLED_EVERY + 2, hvd.rank()
     optimizer = hvd_keras.DistributedOptimizer(
-        keras.optimizers.Adam(0.1, name=f"of_rank_{hvd.rank()}"), compression=METHOD
+        keras.optimizers.Adam(0.1, name=f"of_rank_{rank}"), compression=METHOD
     )
 
     def change(number: int) -> None:
-        optimizer.learning_rate = 0.1 / (1 + number)
+        is_odd = number == last and rank == 0
+        optimizer.learning_rate = 0.01 if is_odd else 0.1 / (1 + number)
 
-    assert _steps(optimizer, SAMPLED_EVERY + 2, change) == SAMPLED_EVERY + 2
+    with raises(tf.errors.OpError, "MismatchError", "learning_rate = 0.00999", "ReduceLROnPlateau"):
+        _steps(optimizer, last + 1, change)
+    assert int(optimizer.compression.step) == last
 
 
 @applies(least=2)
 def weights_that_differ_are_an_error_within_some_steps() -> None:
     """A tape knows no optimizer; rounding alone is none."""
-    for apart, wrong in ((1e-6, False), (0.1, True)):
-        variable = tf.Variable(tf.fill([20], 1.0 + apart * hvd.rank()))
-        compression = hvd.bind(FP16, [variable])
+    variable = tf.Variable(tf.fill([20], 1.0 + 1e-6 * hvd.rank()))
+    compression = hvd.bind(FP16, [variable])
 
-        @tf.function
-        def step(variable=variable, compression=compression) -> None:
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(variable)
-            tape = hvd.DistributedGradientTape(tape, compression=compression)
-            variable.assign_sub(0.001 * tape.gradient(loss, [variable])[0])
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable)
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        variable.assign_sub(0.001 * tape.gradient(loss, [variable])[0])
 
-        for _ in range(SAMPLED_EVERY):
-            step()
-        if wrong:
-            with raises(tf.errors.OpError, "MismatchError", "weights", "broadcast_variables"):
-                step()
-            barrier()
-        else:
-            step()
-        assert int(compression.step) == SAMPLED_EVERY + (not wrong)
+    for number in range(2 * SAMPLED_EVERY):
+        if number == SAMPLED_EVERY + 1:
+            variable.assign_add(tf.fill([20], 0.1 * hvd.rank()))
+        step()
+    with raises(tf.errors.OpError, "MismatchError", "weights", "broadcast_variables"):
+        step()
+    barrier()
+    assert int(compression.step) == 2 * SAMPLED_EVERY
 
 
 def gradients_that_all_ranks_lack_stay_away() -> None:
@@ -167,23 +159,17 @@ def gradients_that_some_ranks_lack_are_an_error() -> None:
 @applies(least=2)
 def options_that_make_other_messages_are_an_error() -> None:
     """A rank would wait for messages that the others never send."""
-    one = hvd.rank() == 1
-    shapes = {"rows": (10, 4), "whole": (20,)}
+    one, shapes = hvd.rank() == 1, {"rows": (10, 4), "whole": (20,)}
     variables = [keras.Variable(np.zeros(x, "float32"), name=name) for name, x in shapes.items()]
     rows = tf.IndexedSlices(tf.ones([2, 4]), tf.constant([0, 3]), tf.constant([10, 4]))
-    dense = tf.ones([10, 4])
-    for options, gradient, word in (
-        ({"groups": int(one)}, dense, "groups"),
-        ({"sparse_as_dense": one}, rows, "sparse_as_dense"),
-        ({"backward_passes_per_step": 1 + one}, dense, "backward_passes_per_step"),
-        ({}, rows if one else dense, "float32 of rows"),
-    ):
-        sgd = keras.optimizers.SGD(0.1)
-        optimizer = hvd_keras.DistributedOptimizer(sgd, compression=METHOD, **options)
-        with raises(tf.errors.OpError, "MismatchError", word):
-            for _ in range(1 + one if word.startswith("back") else 1):
-                optimizer.apply([gradient, tf.ones([20])], variables)
-        barrier()
+    options = {"groups": int(one), "sparse_as_dense": one, "backward_passes_per_step": 1 + one}
+    optimizer = hvd_keras.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), compression=METHOD, **options
+    )
+    with raises(tf.errors.OpError, "MismatchError", *options, "float32 of rows"):
+        for _ in range(1 + one):
+            optimizer.apply([rows, tf.ones([20])], variables)
+    barrier()
 
 
 @applies(least=2)
@@ -244,58 +230,50 @@ def wrong_kinds_are_errors_of_the_package() -> None:
     """No door lets an error of its own inner frames out."""
     variable = tf.Variable(tf.ones([4]))
 
-    def tape() -> Any:
-        with tf.GradientTape() as own:
-            tf.reduce_sum(variable)
-        return own
+    def bind(**options: Any) -> Any:
+        return hvd.bind(**{"compression": METHOD, "variables": [variable], **options})
 
-    doors: dict[str, Callable[[Any], Any]] = {
-        "bind(compression)": lambda x: hvd.bind(x, [variable]),
-        "bind(variables)": lambda x: hvd.bind(METHOD, x),
-        "bind(op)": lambda x: hvd.bind(METHOD, [variable], op=x),
-        "bind(groups)": lambda x: hvd.bind(METHOD, [variable], groups=x),
-        "bind(seed)": lambda x: hvd.bind(METHOD, [variable], seed=x),
-        "bind(process_set)": lambda x: hvd.bind(METHOD, [variable], process_set=x),
-        "bind(momentum)": lambda x: hvd.bind(METHOD, [variable], momentum=x),
-        "bind(gradient_predivide_factor)": lambda x: hvd.bind(
-            METHOD, [variable], gradient_predivide_factor=x
+    def gradient(**options: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable)
+        tape = hvd.DistributedGradientTape(**{"gradtape": tape, "compression": METHOD, **options})
+        tape.gradient(loss, [variable])
+
+    def partial(**options: Any) -> None:
+        sgd = keras.optimizers.SGD(0.1)
+        hvd_keras.PartialDistributedOptimizer(sgd, compression=METHOD, **options)
+
+    binding, optimizer = bind(), keras.optimizers.SGD(0.1)
+    doors: dict[Callable[..., Any], tuple[str, ...]] = {
+        bind: (
+            *("compression", "variables", "op", "groups", "seed", "process_set", "momentum"),
+            *("gradient_predivide_factor", "device_dense", "no_such_option"),
         ),
-        "bind(x=)": lambda x: hvd.bind(METHOD, [variable], no_such_option=x),
-        "tape": lambda x: hvd.DistributedGradientTape(x, compression=METHOD),
-        "tape(seed)": lambda x: hvd.DistributedGradientTape(
-            tape(), compression=METHOD, seed=x
-        ).gradient(variable, [variable]),
-        "optimizer": lambda x: hvd.DistributedOptimizer(x, compression=METHOD),
-        "optimizer(passes)": lambda x: _distributed(backward_passes_per_step=x),
-        "optimizer(local_layers)": lambda x: hvd_keras.PartialDistributedOptimizer(
-            keras.optimizers.SGD(0.1), compression=METHOD, local_layers=x
+        gradient: ("gradtape", "seed"),
+        functools.partial(hvd.DistributedGradientTape, tf.GradientTape()): ("compression",),
+        _distributed: (
+            *("compression", "op", "groups", "process_set", "backward_passes_per_step"),
+            "gradient_predivide_factor",
         ),
-        "optimizer(groups)": lambda x: _distributed(groups=x),
-        "optimizer(op)": lambda x: _distributed(op=x),
-        "optimizer(process_set)": lambda x: _distributed(process_set=x),
-        "optimizer(predivide)": lambda x: _distributed(gradient_predivide_factor=x),
-        "reduce one": lambda x: hvd.bind(METHOD, [variable]).reduce([x]),
-        "set_epoch": lambda x: hvd.bind(METHOD, [variable]).set_epoch(x),
-        "load_values": lambda x: hvd.bind(METHOD, [variable]).load_values(x),
-        "register_local_var": lambda x: _distributed().register_local_var(x),
-        "optimizer(compression)": lambda x: hvd_keras.DistributedOptimizer(
-            keras.optimizers.SGD(0.1), compression=x
+        partial: ("local_layers",),
+        functools.partial(hvd.DistributedOptimizer, compression=METHOD): ("optimizer",),
+        functools.partial(hvd.allreduce, tf.ones([4]), compression=METHOD): ("name",),
+        binding.set_epoch: ("epoch",),
+        binding.load_values: ("arrays",),
+        lambda x: bind().reduce([x]): ("x",),
+        hvd_keras.DistributedOptimizer(optimizer, compression=METHOD).register_local_var: (
+            "variable",
         ),
-        "tape(compression)": lambda x: (
-            x is None or hvd.DistributedGradientTape(tape(), compression=x)
-        ),
-        "bind(device_dense)": lambda x: hvd.bind(METHOD, [variable], device_dense=x),
-        "allreduce(name)": lambda x: hvd.allreduce(tf.ones([4]), name=x, compression=METHOD),
     }
     wrong = {}
-    for name, door in doors.items():
-        for x in _STRANGE:
+    for door, options in doors.items():
+        for option, x in itertools.product(options, _STRANGE):
             try:
-                door(x)
+                door(**{option: x})
             except CompressionError:
                 pass
             except Exception as error:
-                wrong[f"{name} {x!r}"] = f"{type(error).__name__}: {error}"[:150]
+                wrong[f"{door}({option}={x!r})"] = f"{type(error).__name__}: {error}"[:150]
     assert not wrong, "\n".join(f"{k}: {v}" for k, v in wrong.items())
 
 
@@ -363,8 +341,7 @@ def only_what_was_kept_can_be_discarded() -> None:
 
 
 def _distributed(**options: Any) -> Any:
-    optimizer = hvd_keras.DistributedOptimizer(
-        keras.optimizers.SGD(0.1), compression=METHOD, **options
-    )
+    options = {"compression": METHOD, **options}
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), **options)
     optimizer.build([keras.Variable(np.ones(4, "float32"))])
     return optimizer

@@ -1,132 +1,87 @@
-"""tf_keras, Keras 2: ``TF_USE_LEGACY_KERAS=1``."""
+"""tf_keras, Keras 2, beside scenarios that both versions have: ``TF_USE_LEGACY_KERAS=1``."""
 
 from __future__ import annotations
 
-import horovod.tensorflow.keras
-import numpy as np
 import tensorflow as tf
 import tf_keras
 
-import hvd_compress.tensorflow as hvd
-import hvd_compress.tensorflow.keras as hvd_keras
-from hvd_compress import DGC, TopK
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.tensorflow.optimizer import CompressedOptimizer
 from tests.scenarios import oracle
 from tests.scenarios.driver import assert_close, assert_same_everywhere, raises
+from tests.scenarios.driver_tensorflow import HOROVODS, hvd, hvd_keras, model_of
 from tests.scenarios.environment import environment
+from tests.scenarios.keras_fit import DENSE, LOSS, SPARSE, data, sgd, weights_of
+from tests.scenarios.keras_fit import fit as fit_any
+
+MODULES = (hvd, hvd_keras, *HOROVODS[1:])
 
 
-def _model():
-    hidden = [tf_keras.layers.Dense(width, activation="tanh") for width in oracle.WIDTHS[1:-1]]
-    model = tf_keras.Sequential(
-        [tf_keras.Input((oracle.WIDTHS[0],)), *hidden, tf_keras.layers.Dense(oracle.WIDTHS[-1])]
-    )
-    model.set_weights(list(oracle.initial_weights("mlp").values()))
-    return model
-
-
-def _fit(optimizer, callbacks=(), *, graph: bool = False, **options):
-    """Without a graph unless it is what is tested, since each takes seconds to trace."""
-    model = _model()
-    loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss=loss, run_eagerly=not graph, **options)
-    batches = [oracle.batch("mlp", hvd.rank(), step) for step in range(6)]
-    x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=list(callbacks))
-    return dict(zip(oracle.initial_weights("mlp"), model.get_weights(), strict=True))
-
-
-def _sgd():
-    return tf_keras.optimizers.SGD(oracle.LR, momentum=0.9)
+def _fit(optimizer, callbacks=(), **options):
+    """Without a graph, since each takes seconds to trace."""
+    options |= {"run_eagerly": True, "built": False}
+    return weights_of(fit_any(optimizer, callbacks, steps=6, **options)[0])
 
 
 def it_is_keras_2() -> None:
     assert tf.keras.layers.Dense is tf_keras.layers.Dense
+    assert type(model_of("mlp")) is tf_keras.Sequential
 
 
-def fit_is_the_oracle() -> None:
-    for module in (hvd_keras, horovod.tensorflow.keras):
-        weights = _fit(module.DistributedOptimizer(_sgd(), compression=DGC(density=1.0)))
+def every_door_trains() -> None:
+    for module in MODULES[1:]:
+        weights = _fit(module.DistributedOptimizer(sgd(), compression=DENSE))
         assert_close(weights, oracle.dense(range(6), hvd.size()))
-    method = DGC(density=0.05)
-    for graph in (True, False):
-        optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=method)
-        weights = _fit(optimizer, graph=graph)
-        assert_same_everywhere(weights)
-        assert_close(weights, oracle.compressed(method, range(6), hvd.size()), 1e-3, 1e-4)
-    adam = tf_keras.optimizers.Adam(0.001)
-    assert_same_everywhere(_fit(hvd_keras.DistributedOptimizer(adam, compression=TopK)))
+    adam = hvd_keras.DistributedOptimizer(tf_keras.optimizers.Adam(0.001), compression="topk")
+    assert_same_everywhere(_fit(adam))
 
 
-def callbacks_work() -> None:
-    callbacks = [
-        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
-        hvd_keras.callbacks.MetricAverageCallback(),
-        hvd_keras.callbacks.CompressionCallback(),
-        hvd_keras.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1),
-    ]
-    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=DGC(density=0.05))
-    assert_same_everywhere(_fit(optimizer, callbacks, metrics=["accuracy"]))
-    assert abs(float(optimizer.learning_rate) - 0.1) < 1e-6
-
-
-def a_commit_is_what_restore_goes_back_to() -> None:
-    for optimizer in (
-        hvd_keras.DistributedOptimizer(_sgd(), compression=DGC(density=0.05)),
-        hvd_keras.DistributedOptimizer(tf_keras.optimizers.legacy.SGD(0.1, momentum=0.9)),
-    ):
-        model = _model()
-        loss = tf_keras.losses.SparseCategoricalCrossentropy(True)
-        model.compile(optimizer, loss=loss, run_eagerly=True)
-        x, y = oracle.batch("mlp", hvd.rank(), 0)
-        model.fit(x, y, verbose=0)  # the older one makes its variables now
-        state = hvd_keras.elastic.KerasState(model, epoch=0)
-        runs = []
-        for _ in range(2):
-            model.fit(x, y, epochs=2, shuffle=False, verbose=0)
-            runs.append(model.get_weights())
-            state.restore()
-        assert all((a == b).all() for a, b in zip(*runs, strict=True))
-        assert_same_everywhere({str(i): w for i, w in enumerate(runs[0])})
-
-
-def older_optimizers_are_refused() -> None:
-    old = tf_keras.optimizers.legacy.SGD(0.1)
-    for module in (hvd, hvd_keras, horovod.tensorflow.keras):
+def older_optimizers_are_restored_by_elastic_states_and_otherwise_refused() -> None:
+    older, model = tf_keras.optimizers.legacy.SGD(0.1, momentum=0.9), model_of("mlp")
+    for module in MODULES:
         with raises(UnsupportedError, "legacy are not supported: use tf_keras.optimizers.SGD"):
-            module.DistributedOptimizer(old, compression=DGC)
+            module.DistributedOptimizer(older, compression=SPARSE)
+    model.compile(hvd_keras.DistributedOptimizer(older), loss=LOSS, run_eagerly=True)
+    model.fit(*data(1), verbose=0)  # which makes its variables
+    state, runs = hvd_keras.elastic.KerasState(model, epoch=0), []
+    for _ in range(2):
+        model.fit(*data(1), epochs=2, shuffle=False, verbose=0)
+        runs.append(weights_of(model))
+        state.restore()
+    assert_close(*runs, 0, 0)
+    assert_same_everywhere(runs[0])
+
+
+def training_methods_are_refused() -> None:
     with raises(ConfigError, "method=", "keras.optimizers of Keras 3", "leave method out"):
-        hvd_keras.DistributedOptimizer(_sgd(), method=hvd_keras.ExactDiffusion("cycle"))
+        hvd_keras.DistributedOptimizer(sgd(), method=hvd_keras.ExactDiffusion("cycle"))
 
 
 def without_a_method_it_is_horovods_own() -> None:
     """Whichever import line it comes by; options arrive, also those that the factory of
     ``horovod.tensorflow`` does not hand on."""
-    plain = type(horovod.tensorflow.keras.DistributedOptimizer(_sgd()))
-    for module in (hvd, hvd_keras, horovod.tensorflow.keras):
-        optimizer = module.DistributedOptimizer(_sgd(), seed=1)
-        assert type(optimizer).__dict__.keys() == plain.__dict__.keys()
-        optimizer = module.DistributedOptimizer(_sgd(), compression=hvd.Compression.fp16)
-        assert type(optimizer).__dict__.keys() == plain.__dict__.keys()
-    halved = tf_keras.optimizers.SGD(oracle.LR / hvd.size(), momentum=0.9)
-    weights = _fit(hvd.DistributedOptimizer(halved, op=hvd.Sum))
+    plain = type(HOROVODS[1].DistributedOptimizer(sgd()))
+    for module in MODULES:
+        for options in ({"seed": 1}, {"compression": hvd.Compression.fp16}):
+            optimizer = module.DistributedOptimizer(sgd(), **options)
+            assert type(optimizer).__dict__.keys() == plain.__dict__.keys()
+    weights = _fit(hvd.DistributedOptimizer(sgd(oracle.LR / hvd.size()), op=hvd.Sum))
     assert_close(weights, oracle.dense(range(6), hvd.size()))
     with environment("topk:density=0.05"):
-        assert isinstance(hvd_keras.DistributedOptimizer(_sgd()), CompressedOptimizer)
+        assert isinstance(hvd_keras.DistributedOptimizer(sgd()), CompressedOptimizer)
 
 
 def a_callback_for_methods_has_nothing_to_do_without_one() -> None:
     callbacks = [hvd_keras.callbacks.CompressionCallback()]
-    weights = _fit(hvd_keras.DistributedOptimizer(_sgd()), callbacks)
+    weights = _fit(hvd_keras.DistributedOptimizer(sgd()), callbacks)
     assert_close(weights, oracle.dense(range(6), hvd.size()))
     with raises(ConfigError, "made by hvd.DistributedOptimizer"):
-        _fit(_sgd(), callbacks)
+        _fit(sgd(), callbacks)
 
 
 def loss_scaling_outside_of_it_is_refused() -> None:
-    optimizer = hvd_keras.DistributedOptimizer(_sgd(), compression=DGC(density=0.05))
+    optimizer = hvd_keras.DistributedOptimizer(sgd(), compression=SPARSE)
     with raises(UnsupportedError, r"hvd.DistributedOptimizer\(LossScaleOptimizer\(optimizer\)\)"):
         tf_keras.mixed_precision.LossScaleOptimizer(optimizer)
-    horovods = tf_keras.mixed_precision.LossScaleOptimizer(hvd_keras.DistributedOptimizer(_sgd()))
+    horovods = tf_keras.mixed_precision.LossScaleOptimizer(hvd_keras.DistributedOptimizer(sgd()))
     assert_close(_fit(horovods), oracle.dense(range(6), hvd.size()))

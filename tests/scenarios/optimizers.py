@@ -141,9 +141,10 @@ def run_of(name: str, method: Any = None, *, setup: Any = None, **options: Any) 
 
 
 def reference(
-    name: str, steps: int, kind: str = "mlp", scale: int = 1, **options: Any
+    name: str, steps: int, kind: str = "mlp", scale: int = 1, passes: int = 1, **options: Any
 ) -> oracle.Weights:
-    """Return the weights of this rank after so many steps of all, on ``scale`` times gradients."""
+    """Return the weights of this rank after so many steps of all, on ``scale`` times the mean
+    gradients of ``passes`` batches."""
     row, ranks = ROWS[name], range(hvd.size())
     weights = [oracle.initial_weights(kind, "float64") for _ in ranks]
     # The layout matters: shards are parts of the flat tensor.
@@ -152,11 +153,11 @@ def reference(
         for key, w in weights[0].items()
     }
     for step in range(steps):
-        found = [oracle.gradients(kind, weights[rank], rank, step) for rank in ranks]
+        batches = range(step * passes, (step + 1) * passes)
+        found = [[oracle.gradients(kind, weights[r], r, i) for i in batches] for r in ranks]
         for key, part in parts.items():
-            for own, w in zip(
-                weights, part.step([scale * turned(key, g[key]) for g in found]), strict=True
-            ):
+            means = [sum(turned(key, g[key]) for g in own) / passes for own in found]
+            for own, w in zip(weights, part.step([scale * mean for mean in means]), strict=True):
                 own[key] = turned(key, w)
     return weights[hvd.rank()]
 

@@ -21,7 +21,7 @@ from tests.scenarios.driver import (
     raises,
     train,
 )
-from tests.scenarios.driver_tensorflow import hvd, hvd_keras, model_of
+from tests.scenarios.driver_tensorflow import hvd, hvd_keras, model_of, policy
 from tests.scenarios.keras_fit import LOSS, apply, data, fit, scaled_step, weights_of
 from tests.scenarios.optimizers import LR, reference, run_of
 
@@ -108,41 +108,31 @@ def models_are_saved_and_go_on() -> None:
             assert int(other.optimizer.compression.step) == steps
             assert int(getattr(other.optimizer, "_variance_steps", 0)) == variance_steps
             _assert_same(other, model)
-        for m in (model, loaded, restored) if everything or name == "LAMB" else (model, loaded):
+        for m in (model, loaded, restored) if everything else (model, loaded):
             apply(m.optimizer, m, range(steps, steps + 5))
             assert_same_everywhere(weights_of(m))
             assert_close(weights_of(m), weights_of(model), 0, 0)
         barrier()
 
 
-def eager_steps_follow_the_formulas() -> None:
+def eager_steps_of_several_passes_follow_the_formulas() -> None:
     """Those of a graph do in the scenarios of all frameworks."""
-    run = run_of("0/1 Adam", **SCHEDULE)
-    run.graph = run._step
-    train(run, range(10))
-    assert_close(run.weights(), reference("0/1 Adam", 10, **SCHEDULE), rtol=1e-7, atol=1e-9)
-
-
-def several_passes_are_a_step() -> None:
     options = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
     run = run_of("0/1 Adam", setup=options, **SCHEDULE)
     run.graph = run._step
     train(run, range(9), passes=2)
     assert int(run.compression.step) == 9
+    expected = reference("0/1 Adam", 9, passes=2, **SCHEDULE)
+    assert_close(run.weights(), expected, rtol=1e-7, atol=1e-9)
     run.optimizer.synchronize_parameters()
     assert_same_everywhere(run.weights())
 
 
 def half_precision_skips_what_is_spoilt() -> None:
-    policy = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
+    with policy("mixed_float16"):
         model = model_of("mlp", "mixed_float16")
         optimizer = _optimizer()
         optimizer.build(model.trainable_variables)
-    finally:
-        keras.config.set_dtype_policy(policy)
-
     step = scaled_step(model, optimizer)
     for number in range(9):
         x, y = oracle.batch("mlp", hvd.rank(), number)
@@ -184,8 +174,9 @@ def the_callback_synchronizes_before_validation_and_after_epochs() -> None:
         keras.callbacks.ModelCheckpoint(path),  # warnings are errors here
     ]
     model = _compiled("ZeroOneAdam")
-    fit(None, callbacks, model=model, steps=3, epochs=3, validates=True)
-    assert check.checks == 6
+    model.run_eagerly = True
+    fit(None, callbacks, model=model, steps=3, epochs=2, validates=True)
+    assert check.checks == 4
 
 
 def fit_trains_with_sam_a_warm_up_and_compression() -> None:
@@ -213,33 +204,27 @@ def fit_trains_with_sam_a_warm_up_and_compression() -> None:
     assert_same_everywhere(weights_of(model))
 
 
-def local_variables_go_their_own_way() -> None:
+def local_variables_go_their_own_way_and_constraints_hold() -> None:
     """With a momentum of their own, the variance of the steps at which 0/1 Adam learns, and
     without synchronizations: as in an optimizer of their own."""
     for name, more in (("OneBitAdam", {"beta_1": 0.5}), ("ZeroOneAdam", {})):
         options = ROWS[name][0] | more | {"epsilon": 1e-30}
-        variables = [tf.Variable(np.ones(40)), tf.Variable(np.ones(40))]
-        alone = [tf.Variable(np.ones(40))]
+        shared, local, alone = (
+            keras.Variable(np.zeros(40), dtype="float64", name=name)
+            for name in ("shared", "local", "alone")
+        )
+        shared.constraint = keras.constraints.NonNeg()
         optimizer, plain = _optimizer(name, **options), getattr(hvd_keras, name)(LR, **options)
-        optimizer.register_local_var(variables[1])
+        optimizer.register_local_var(local)
         random = np.random.default_rng(hvd.rank())
         for _ in range(8):
             own = random.normal(size=40)
-            optimizer.apply([tf.constant(own), tf.constant(own)], variables)
-            plain.apply([tf.constant(own / hvd.size())], alone)
-        assert_same_everywhere({"shared": variables[0].numpy()})
-        np.testing.assert_allclose(variables[1].numpy(), alone[0].numpy(), rtol=1e-9)
-
-
-def constraints_hold_after_synchronizations() -> None:
-    variables = [keras.Variable(np.zeros(40), dtype="float64", name="w")]
-    variables[0].constraint = keras.constraints.NonNeg()
-    optimizer = _optimizer("ZeroOneAdam")
-    random = np.random.default_rng(hvd.rank())
-    for _ in range(12):
-        optimizer.apply([tf.constant(random.normal(size=40))], variables)
-        assert (np.asarray(variables[0]) >= 0).all()
-    assert_same_everywhere({"w": np.asarray(variables[0])})
+            optimizer.apply([tf.constant(own), tf.constant(own)], [shared, local])
+            plain.apply([tf.constant(own / hvd.size())], [alone])
+            assert (shared.numpy() >= 0).all()
+        assert shared.numpy().any()
+        assert_same_everywhere({"shared": shared.numpy()})
+        np.testing.assert_allclose(local.numpy(), alone.numpy(), rtol=1e-9)
 
 
 def what_cannot_work_is_refused() -> None:

@@ -37,19 +37,25 @@ def functions_of_horovod() -> None:
     """Eagerly and in graphs, for all kinds of numbers."""
     rank, size = hvd.rank(), hvd.size()
     ranks = np.arange(size)
-    for dtype in (tf.float32, tf.float16, tf.bfloat16, tf.int64):
 
-        def all_of_them(x: tf.Tensor) -> list[tf.Tensor]:
-            return [
+    def all_of_them(*tensors: tf.Tensor) -> list[tuple[tf.Tensor, ...]]:
+        return [
+            (
                 hvd.allreduce(x, op=hvd.Sum),
                 hvd.allreduce(x, op=hvd.Max),
                 hvd.allgather(x[: 1 + rank]),
                 hvd.broadcast(x, size - 1),
-            ]
+            )
+            for x in tensors
+        ]
 
-        own = tf.cast(tf.fill([size, 2], rank), dtype)
-        for function in (all_of_them, tf.function(all_of_them)):
-            total, most, rows, last = (tf.cast(x, tf.float64).numpy() for x in function(own))
+    own = [
+        tf.cast(tf.fill([size, 2], rank), dtype)
+        for dtype in (tf.float32, tf.float16, tf.bfloat16, tf.int64)
+    ]
+    for function in (all_of_them, tf.function(all_of_them)):
+        for found in function(*own):
+            total, most, rows, last = (tf.cast(x, tf.float64).numpy() for x in found)
             np.testing.assert_array_equal(total, np.full([size, 2], ranks.sum()))
             np.testing.assert_array_equal(most, np.full([size, 2], size - 1))
             np.testing.assert_array_equal(rows, np.repeat(ranks, ranks + 1)[:, None] * [1, 1])

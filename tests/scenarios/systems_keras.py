@@ -61,65 +61,42 @@ def a_rank_that_took_fewer_steps_is_an_error() -> None:
 
 
 def optimizers_and_options_that_do_not_fit() -> None:
-    wrapped = hvd.DistributedOptimizer(_sgd(momentum=0.9), method=hvd.LocalSGD(sync_every=2))
+    def local(optimizer: Any, sync_every: int = 2, **options: Any) -> Any:
+        return hvd.DistributedOptimizer(optimizer, method=hvd.LocalSGD(sync_every), **options)
+
+    wrapped, leader = (
+        local(_sgd(momentum=0.9)),
+        hvd.DistributedOptimizer(_sgd(), method=hvd.LeaderSGD()),
+    )
     assert wrapped.training.method == rounds.LocalSGD(sync_every=2)
     assert isinstance(wrapped, keras.optimizers.SGD)
     assert wrapped.momentum == 0.9
-    used, model = _sgd(), model_of("mlp")
-    leader = hvd.DistributedOptimizer(_sgd(), method=hvd.LeaderSGD())
+    used, model, half = _sgd(), model_of("mlp"), model_of("mlp", "mixed_float16")
     used.build(model.trainable_variables)
     zeros = [tf.zeros(v.shape) for v in model.trainable_variables]
     scaled = keras.optimizers.LossScaleOptimizer(_sgd())
-    for error, call, *words in (
-        (
-            ConfigError,
-            lambda: hvd.DistributedOptimizer(wrapped, method=hvd.DiLoCo()),
-            "distributed already",
-        ),
-        (ConfigError, lambda: hvd.DistributedOptimizer("sgd", method=hvd.LocalSGD()), "Keras 3"),
-        (
-            ConfigError,
-            lambda: hvd.DistributedOptimizer(used, method=hvd.LocalSGD()),
-            "used already",
-        ),
-        (
-            ConfigError,
-            lambda: hvd.DistributedOptimizer(_sgd(), method=hvd.LocalSGD(sync_every=0)),
-            "sync_every must be a whole",
-        ),
-        (
-            UnsupportedError,
-            lambda: hvd.DistributedOptimizer(scaled, method=hvd.LocalSGD()),
-            "loss scaling",
-        ),
-        (
-            ConfigError,
-            lambda: leader.apply(zeros, model.trainable_variables),
-            r"optimizer.report\(loss\)",
-        ),
-        (
-            ConfigError,
-            lambda: hvd.DistributedOptimizer(_sgd(), compression="topk", method=hvd.LocalSGD()),
-            *("compression='topk' and method=", "leave compression out"),
-        ),
-    ):
-        with raises(error, *words):
-            call()
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
-        half = model_of("mlp", "mixed_float16")
-    finally:
-        keras.config.set_dtype_policy("float32")
-    with raises(UnsupportedError, "mixed_bfloat16"):
-        fit(hvd.DistributedOptimizer(_sgd(), method=hvd.LocalSGD()), model=half, steps=1)
 
-    @tf.function
     def step() -> None:
         leader.apply(zeros, model.trainable_variables)
 
+    for error, call, *words in (
+        (ConfigError, lambda: local(wrapped), "distributed already"),
+        (ConfigError, lambda: local("sgd"), "Keras 3"),
+        (ConfigError, lambda: local(used), "used already"),
+        (ConfigError, lambda: local(_sgd(), 0), "sync_every must be a whole"),
+        (UnsupportedError, lambda: local(scaled), "loss scaling"),
+        (UnsupportedError, lambda: fit(local(_sgd()), model=half, steps=1), "mixed_bfloat16"),
+        (
+            *(ConfigError, lambda: local(_sgd(), compression="topk")),
+            *("compression='topk' and method=", "leave compression out"),
+        ),
+        (ConfigError, step, r"optimizer.report\(loss\)"),
+    ):
+        with raises(error, *words):
+            call()
     leader.report(tf.constant(1.0))
     with raises(ConfigError, r"inside of the tf\.function"):
-        step()
+        tf.function(step)()
 
 
 def what_does_not_decay_alone_does_not_decay_here() -> None:
