@@ -10,6 +10,7 @@ import abc
 import dataclasses
 import difflib
 import functools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeGuard
 
@@ -263,6 +264,25 @@ def as_tuple(option: str) -> Callable[[Any], tuple[Any, ...]]:
         raise ConfigError(f"{option} must be a list; got {value!r}")
 
     return convert
+
+
+def number_from_environment(variable: str, default: float) -> float:
+    """Return the number that a variable of the environment says, or ``default`` without it."""
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{variable}={text!r} is not a number") from None
+
+
+def time_out(given: float | None = None) -> float:
+    """Return the seconds that a rank waits for others: ``given``, or those of the environment."""
+    seconds = number_from_environment("HVD_COMPRESS_TIMEOUT", 600.0) if given is None else given
+    if not seconds > 0:
+        raise ConfigError(f"timeout={seconds}: seconds, more than 0")
+    return seconds
 
 
 def check_seed(seed: Any) -> None:

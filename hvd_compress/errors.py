@@ -148,9 +148,9 @@ class MismatchError(CompressionError, ValueError):
 class CollectiveTimeout(CompressionError, TimeoutError):  # noqa: N818
     """Another rank did not answer in time; the communicator cannot be used any more.
 
-    The message says which rank is waited for, and in which call.  The time is 600 seconds, or that
-    of ``HVD_COMPRESS_TIMEOUT`` or ``Communicator(timeout=...)``.  It can be caught as a time-out of
-    Python:
+    Over MPI the message says which rank is waited for, and in which call, over Horovod for which
+    collective.  The time is 600 seconds, or that of ``HVD_COMPRESS_TIMEOUT`` or
+    ``Communicator(timeout=...)``.  It can be caught as a time-out of Python:
 
     >>> issubclass(CollectiveTimeout, TimeoutError)
     True

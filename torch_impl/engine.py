@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -11,9 +13,12 @@ import numpy as np
 import torch
 
 from hvd_compress.agreement import Terms
+from hvd_compress.config import time_out
 from hvd_compress.engines.named import NamedEngine, Op, ProcessSetEngine
+from hvd_compress.errors import CollectiveTimeout
 from hvd_compress.integrations.environment import OURS, compare
 from hvd_compress.requests import Collective
+from hvd_compress.times import end_at_once
 
 from .backend import from_numpy
 
@@ -24,6 +29,8 @@ _LOST = (
     "under Gloo: HOROVOD_GLOO_TIMEOUT_SECONDS (30 if not set)"
 )
 _UNSCALED = {"prescale_factor": 1.0, "postscale_factor": 1.0}
+#: between two questions whether a collective is done; Horovod's own wait keeps a core busy
+_PAUSE = 2e-5
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,7 +49,30 @@ def _held(tensor: torch.Tensor) -> torch.Tensor:
 def gather_bytes(hvd: Any, own: bytes, name: str, process_set: Any) -> bytes:
     """Return the bytes of all ranks, end to end."""
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    return bytes(hvd.allgather(mine, name=name, process_set=process_set).tolist())
+    handle = hvd.allgather_async(mine, name=name, process_set=process_set)
+    wait_until_done(hvd, handle, name)
+    return bytes(hvd.synchronize(handle).tolist())
+
+
+def wait_until_done(hvd: Any, handle: Any, name: str) -> None:
+    """Wait for a collective of Horovod, which itself would wait for ever.
+
+    Raises:
+        CollectiveTimeout: it is not done after ``HVD_COMPRESS_TIMEOUT`` seconds.  The process then
+            ends without ``hvd.shutdown()``, which would wait for the same rank.
+    """
+    seconds, start = time_out(), time.monotonic()
+    while not hvd.poll(handle):
+        if time.monotonic() - start > seconds:
+            atexit.register(end_at_once, 1.0)
+            raise CollectiveTimeout(
+                f"rank {hvd.rank()} of {hvd.size()}: {name!r} is not done after {seconds:g} s. A "
+                "rank has failed, is stopped, or waits elsewhere, perhaps in a collective of your "
+                "own or since it steps its optimizers in another order: look for its own message, "
+                "and for ranks and names in Horovod's warnings about stalled tensors. A longer "
+                "time-out: HVD_COMPRESS_TIMEOUT=seconds"
+            )
+        time.sleep(_PAUSE)
 
 
 class TorchEngine(NamedEngine):
@@ -66,9 +96,9 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
     def __init__(self, hvd: Any, process_set: Any, predivide: float = 1.0) -> None:
         super().__init__(process_set, predivide)
         self._hvd = hvd
-        #: aliases of what is in flight, by handle, and of what was when the collectives failed
-        self._in_use: dict[Any, list[torch.Tensor]] = {}
-        self._left: dict[Any, list[torch.Tensor]] = {}
+        #: by handle, names and aliases of what is in flight, and was when the collectives failed
+        self._in_use: dict[Any, tuple[str, list[torch.Tensor]]] = {}
+        self._left: dict[Any, tuple[str, list[torch.Tensor]]] = {}
 
     @property
     def prefix(self) -> str:  # type: ignore[override]
@@ -90,7 +120,7 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
                 raise
             # Left behind by a set of workers of the same size: elastic training makes another.
             raise self._hvd.mpi_ops.HorovodInternalError(error) from None
-        self._in_use[handle] = held
+        self._in_use[handle] = op.name, held
         return handle
 
     def _call(self, op: Op) -> tuple[Any, list[torch.Tensor], dict[str, Any]]:
@@ -116,6 +146,7 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
                 # What came in just after Horovod's thread had emptied its queue is never done.
                 if not self._hvd.poll(handle):
                     raise
+            wait_until_done(self._hvd, handle, self._in_use[handle][0])
         try:
             result = self._hvd.synchronize(handle)
         except self._hvd.mpi_ops.HorovodInternalError as error:

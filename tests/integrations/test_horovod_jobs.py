@@ -134,6 +134,46 @@ def test_a_rank_that_is_lost_is_the_likely_cause():
             HorovodEngine(hvd, process_set)._wait(0)
 
 
+ANOTHER_ORDER = """
+import os
+import signal
+import sys
+
+import hvd_compress.torch as hvd
+import torch
+
+hvd.init()
+torch.manual_seed(0)
+models = [torch.nn.Linear(64, 64) for _ in range(2)]
+optimizers = [
+    hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), compression=hvd.PowerSGD(rank=1)
+    )
+    for model in models
+]
+for step in range(3):
+    for model in models:
+        model(torch.ones(1, 64)).sum().backward()
+    if step == 2 and hvd.rank():
+        optimizers.reverse()
+        if sys.argv[1] == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("way", ["in another order", "stopped"])
+def test_a_wait_over_horovod_has_an_end(way):
+    """Horovod itself would wait for ever; with dynamic process sets it does so with its locks."""
+    command = [*jobs.launcher(2, "mpirun"), jobs.python(), "-c", ANOTHER_ORDER, way]
+    limits = {"HVD_COMPRESS_TIMEOUT": "2", "HOROVOD_DYNAMIC_PROCESS_SETS": "0"}
+    status, output = jobs.run(command, timeout=60, check=False, **limits)
+    assert status != 0
+    assert "CollectiveTimeout: rank 0 of 2: 'hvd_compress." in output, output
+
+
 UNEVEN = """
 import hvd_compress.torch as hvd
 import torch

@@ -10,17 +10,17 @@ import logging
 import os
 import secrets
 import sys
-import time
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.agreement import by_rank
+from hvd_compress.config import number_from_environment, time_out
 from hvd_compress.errors import (
     CollectiveTimeout,
     CompressionError,
@@ -45,6 +45,7 @@ from hvd_compress.mpi.transport.progress import (
     Work,
     wait_for,
 )
+from hvd_compress.times import end_at_once
 from hvd_compress.wire.content import decode_end_to_end, encode_bytes
 
 logger = logging.getLogger("hvd_compress")
@@ -107,11 +108,9 @@ class Communicator:
         if not isinstance(comm, MPI.Comm) or comm == MPI.COMM_NULL or comm.Is_inter():
             raise ConfigError(f"comm={comm!r}: an intracommunicator is needed")
         self._problem: str | None = None
-        self.timeout = _number("timeout", timeout, "HVD_COMPRESS_TIMEOUT", 600.0)
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout={self.timeout}: seconds, more than 0")
+        self.timeout = time_out(timeout)
         self.patience = self.timeout / 10
-        self.checks = int(_number("checks", checks, "HVD_COMPRESS_CHECKS", 20))
+        self.checks = int(_option(checks, "HVD_COMPRESS_CHECKS", 20))
         self._options: dict[str, Any] = {
             "timeout": self.timeout,
             "checks": self.checks,
@@ -122,7 +121,7 @@ class Communicator:
         self.tags = tags()
         self.size_bits = max(0, min(bits_of_tags() - TAG_BITS, SIZE_BITS))
         self.bytes_sent = 0
-        self.segment = int(_number("segment", segment, "HVD_COMPRESS_SEGMENT", -1))
+        self.segment = int(_option(segment, "HVD_COMPRESS_SEGMENT", -1))
         self.calls = 0
         self.notes: dict[int, str] = {}  # by the rank that has left it, see notes.py
         self._tuning = _Tuning()
@@ -320,14 +319,8 @@ class _Tuning:
 Comm = MPI.Comm | Communicator | None
 
 
-def _number(option: str, value: float | None, variable: str, default: float) -> float:
-    text = os.environ.get(variable)
-    if value is None and text is not None:
-        try:
-            return float(text)
-        except ValueError:
-            raise ConfigError(f"{variable}={text!r} is not a number") from None
-    return default if value is None else value
+def _option(given: float | None, variable: str, default: float) -> float:
+    return number_from_environment(variable, default) if given is None else given
 
 
 def _duplicated(comm: MPI.Comm) -> Algorithm:
@@ -363,15 +356,6 @@ def _keyval() -> int:
 def _forget(comm: MPI.Comm, keyval: int, ours: Communicator) -> None:
     if not MPI.Is_finalized():
         ours.free()
-
-
-def end_at_once(seconds: float) -> NoReturn:
-    """End the process with status 1 after some seconds, without MPI_Finalize."""
-    for let_go in (lambda: sys.stdout.flush(), lambda: sys.stderr.flush(), logging.shutdown):
-        with contextlib.suppress(Exception):  # they may be closed, or nobody may read them
-            let_go()
-    time.sleep(seconds)
-    os._exit(1)
 
 
 @atexit.register

@@ -19,7 +19,7 @@ from hvd_compress.config import build, check_seed, is_number
 from hvd_compress.errors import CollectiveTimeout, ConfigError, UnsupportedError
 from hvd_compress.mpi.dense.payloads import broadcast
 from hvd_compress.mpi.transport import notes
-from hvd_compress.mpi.transport.communicator import Communicator, end_at_once
+from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.mailbox import Mailbox
 from hvd_compress.mpi.transport.nodes import nodes_of
 from hvd_compress.optimizers.base import Formula
@@ -38,6 +38,7 @@ from hvd_compress.systems.servers.messages import (
 from hvd_compress.systems.servers.optimizers import SGD, ServerOptimizer
 from hvd_compress.systems.servers.patience import Patience
 from hvd_compress.systems.servers.server import Link, Rules, Server
+from hvd_compress.times import end_at_once
 
 logger = logging.getLogger("hvd_compress")
 T = TypeVar("T")
