@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
 from hvd_compress.methods.rows import as_rows, exchange_rows, keeps_residual, rows_state
 from hvd_compress.reduce import Reducer, Store
-from hvd_compress.reduce.homes import Kind, look_of
+from hvd_compress.reduce.common_states import Kind, look_of
 from hvd_compress.transforms import momentum_after_averaging
 
 from . import backend
@@ -252,7 +252,7 @@ def exchange(reducer: Reducer, store: VariableStore, gradients: Mapping[int, Any
     # Gradients of the last layers are there first.
     directions = reducer.reduce({names[i]: gradients[i] for i in reversed(list(gradients))})
     results: dict[int, tuple[Any, State]] = {}
-    finder, homes = reducer.homes, set()
+    finder, homes = reducer.common_states, set()
     for name, direction in directions.items():
         home, state = finder.home(name), finder.own(name, store.new[name])
         if home is not None and home not in homes:

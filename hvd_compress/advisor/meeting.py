@@ -13,7 +13,7 @@ import numpy as np
 from hvd_compress.advisor.network import Network
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Exchange, Outcome
-from hvd_compress.engines.joining import Member
+from hvd_compress.engines.joining import TensorExchange
 from hvd_compress.reduce import Reducer
 from hvd_compress.requests import Gather
 from hvd_compress.stats import Record
@@ -32,7 +32,7 @@ def told(reducer: Reducer, own: Any, like: Array) -> list[Any]:
         like: an array, such as a gradient.
     """
     texts = _texts(own, reducer.store.for_messages(like))
-    return reducer.run([Member("told", texts, Record())], like)["told"].mean
+    return reducer.run([TensorExchange("told", texts, Record())], like)["told"].mean
 
 
 def _texts(own: Any, like: Array) -> Exchange:

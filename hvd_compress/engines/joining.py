@@ -43,7 +43,7 @@ class BucketKey(NamedTuple):
     first: str
 
 
-class Member:
+class TensorExchange:
     """The exchange of one tensor, with its current ``request`` or, when it is finished, its
     ``outcome``.  The constructor runs the exchange up to its first request; this is where gradients
     are compressed.
@@ -81,7 +81,7 @@ class Member:
 
 
 @dataclasses.dataclass(eq=False)
-class Placed:
+class PlacedTensor:
     """A tensor that is exchanged by the plan of its bucket.
 
     Attributes:
@@ -103,22 +103,24 @@ class Placed:
     @functools.cached_property
     def look(self) -> BucketKey:
         text = f"{self.place.kind} of weight {self.place.weight}"
-        return BucketKey((Placed, self.place.form, self.place.key), False, self.extent[1], text)
+        return BucketKey(
+            (PlacedTensor, self.place.form, self.place.key), False, self.extent[1], text
+        )
 
 
-Entry = Member | Placed
+Entry = TensorExchange | PlacedTensor
 
 
-def groups_of(entries: Sequence[Entry]) -> tuple[list[list[Placed]], list[Member]]:
+def groups_of(entries: Sequence[Entry]) -> tuple[list[list[PlacedTensor]], list[TensorExchange]]:
     """Return the tensors that have plans in common, and those that have exchanges of their own."""
-    groups: dict[Hashable, list[Placed]] = {}
+    groups: dict[Hashable, list[PlacedTensor]] = {}
     for entry in entries:
-        if isinstance(entry, Placed):
+        if isinstance(entry, PlacedTensor):
             groups.setdefault(entry.look.kind, []).append(entry)
-    return [*groups.values()], [entry for entry in entries if isinstance(entry, Member)]
+    return [*groups.values()], [entry for entry in entries if isinstance(entry, TensorExchange)]
 
 
-def plan_for(group: Sequence[Placed], step: Context, known: Plan | None = None) -> Plan:
+def plan_for(group: Sequence[PlacedTensor], step: Context, known: Plan | None = None) -> Plan:
     """Return the plan of tensors that have one in common: the ``known`` one if it is for them."""
     place, specs = group[0].place, []
     for each in group:
@@ -129,7 +131,7 @@ def plan_for(group: Sequence[Placed], step: Context, known: Plan | None = None) 
     return place.form.plan(specs, place.key, step)
 
 
-def tensors_of(group: Sequence[Placed]) -> Tensors:
+def tensors_of(group: Sequence[PlacedTensor]) -> Tensors:
     """Return the tensors of a bucket for its plan."""
     return Tensors(
         [each.gradient for each in group],
@@ -153,7 +155,7 @@ def exchanged(
 
 
 def joined(
-    members: Sequence[Member], rank: int, size: int
+    members: Sequence[TensorExchange], rank: int, size: int
 ) -> Generator[Collective, Any, dict[str, Outcome]]:
     """Run the exchanges of tensors that have their own; return the outcome of each by name.
 
@@ -162,7 +164,7 @@ def joined(
         rank, size: this rank and the number of ranks.
     """
     while True:
-        kinds: dict[Hashable, list[Member]] = {}
+        kinds: dict[Hashable, list[TensorExchange]] = {}
         for member in members:
             if member.request is not None:
                 kinds.setdefault(member.request.kind, []).append(member)
@@ -178,7 +180,7 @@ def joined(
             yield from (_joint if is_joint else _collective)(group, rank, size)
 
 
-def _collective(group: Sequence[Member], rank: int, size: int) -> Round:
+def _collective(group: Sequence[TensorExchange], rank: int, size: int) -> Round:
     requests: list[Collective] = [member.request for member in group]
     if len(group) == 1:
         replies = [(yield requests[0])]
@@ -190,7 +192,7 @@ def _collective(group: Sequence[Member], rank: int, size: int) -> Round:
         member.advance(reply)
 
 
-def _joint(group: Sequence[Member], rank: int, size: int) -> Round:
+def _joint(group: Sequence[TensorExchange], rank: int, size: int) -> Round:
     """Run an exchange that members have in common, which return what it has for each."""
     requests: list[Joint] = [member.request for member in group]
     record, weights = Record(), [request.weight for request in requests]

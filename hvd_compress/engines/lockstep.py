@@ -14,8 +14,8 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor, Context, Outcome, Plan, State
 from hvd_compress.engines.joining import (
     Entry,
-    Member,
-    Placed,
+    PlacedTensor,
+    TensorExchange,
     alone,
     exchanged,
     groups_of,
@@ -138,10 +138,10 @@ class World:
             is_one = self._plans is not None and len(steps) == 1  # a plan is in one step
             place = method.place(gradient, common) if is_one else None
             if place is not None:
-                entries.append(Placed(name, gradient, state, place, common.momentum))
+                entries.append(PlacedTensor(name, gradient, state, place, common.momentum))
                 continue
             exchange = method.exchange(gradient, state, common)
-            entries.append(Member(name, exchange, self.record if rank == 0 else Record()))
+            entries.append(TensorExchange(name, exchange, self.record if rank == 0 else Record()))
         return self._exchanged(entries, common)
 
     def _exchanged(self, entries: list[Entry], step: Context) -> Any:

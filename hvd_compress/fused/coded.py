@@ -35,7 +35,7 @@ from hvd_compress.fused.coded_plan import (
     Run,
     decoding,
 )
-from hvd_compress.fused.in_place import Arrays, is_on_host, overlap, room
+from hvd_compress.fused.in_place import Arrays, is_on_host, overlap, two_rows
 from hvd_compress.fused.stages import Sent, StagedForm
 from hvd_compress.kernels import loops_of, threads
 from hvd_compress.requests import Alltoall, Gather, Request
@@ -225,7 +225,7 @@ class CodedOnHost(CodedPlan):
         settles = not self._feeds and bool(self.form.stages.transforms)
         # States, and what is kept of them where the result will be, wait for the sum of all ranks.
         is_late = is_whole and bool(self.form.stages.transforms)
-        totals = room(self.longest)[0] if is_late else views.out[0]
+        totals = two_rows(self.longest)[0] if is_late else views.out[0]
         if not is_whole:
             _put_back(fed, [i for i in fed if not finite[i]])
             fed.clear()
@@ -268,7 +268,7 @@ class CodedOnHost(CodedPlan):
         i, own, _ = run
         if i not in self.foreign and self.form.stages.only_feeds_back:
             return functools.partial(self.codecs[i].take_off, code)
-        sent = room(self.longest)[1, : run.size]
+        sent = two_rows(self.longest)[1, : run.size]
         self.codecs[i].decode_to(code, sent)
         if i in self.foreign:
             sent -= self.foreign[i][own]

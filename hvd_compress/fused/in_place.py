@@ -6,10 +6,10 @@ values of all ranks are finite.  Enough of the step is kept until then.  So they
 copy, and a step with a NaN or Inf on any rank leaves them as they were.
 
 Some forms write new states where the old ones are as soon as they are computed, in the pass over
-memory that reads these.  The old ones are kept until the step is over (:class:`Kept`).  One state
-of each tensor is kept where its result will be written, which nobody needs before.  Other states
-are kept in memory that buckets pass on to each other.  It suffices for one bucket at a time; a
-bucket that finds none writes its states in a second pass.
+memory that reads these.  The old ones are kept until the step is over (:class:`OldStates`).  One
+state of each tensor is kept where its result will be written, which nobody needs before.  Other
+states are kept in memory that buckets pass on to each other.  It suffices for one bucket at a time;
+a bucket that finds none writes its states in a second pass.
 """
 
 from __future__ import annotations
@@ -311,20 +311,20 @@ class Arrays:
         return Views(x, out, dict(zip(self.states, states, strict=True)))
 
 
-class _Rooms(threading.local):
-    """Memory for one tensor at a time, whatever the bucket."""
+class _ThreadMemory(threading.local):
+    """Memory for one tensor at a time, in whatever bucket."""
 
-    room = np.empty((2, 0), np.float32)
-
-
-_rooms = _Rooms()
+    rows = np.empty((2, 0), np.float32)
 
 
-def room(n: int) -> np.ndarray:
+_thread_memory = _ThreadMemory()
+
+
+def two_rows(n: int) -> np.ndarray:
     """Return two arrays of ``n`` elements or more, which nothing keeps beyond a turn."""
-    if _rooms.room.shape[1] < n:
-        _rooms.room = np.empty((2, n), np.float32)
-    return _rooms.room
+    if _thread_memory.rows.shape[1] < n:
+        _thread_memory.rows = np.empty((2, n), np.float32)
+    return _thread_memory.rows
 
 
 def in_place_of(gradient: Array, x: Array) -> Array:
@@ -350,7 +350,7 @@ def settled(
     return [dict(its_new) if fine else in_range(old) for old, fine, its_new in rows]
 
 
-class Spares:
+class SpareMemory:
     """Memory that buckets hand on to each other as long as there are any, for one at a time."""
 
     def __init__(self) -> None:
@@ -373,22 +373,22 @@ class Spares:
             self._free, self._is_taken = [x], False
 
 
-_shared: weakref.ref[Spares] | None = None
+_shared: weakref.ref[SpareMemory] | None = None
 _lock = threading.Lock()
 
 
-def spares() -> Spares:
+def spare_memory() -> SpareMemory:
     """Return those of this process, which live as long as who holds them."""
     global _shared
     with _lock:
         found = None if _shared is None else _shared()
         if found is None:
-            found = Spares()
+            found = SpareMemory()
             _shared = weakref.ref(found)
         return found
 
 
-class Kept:
+class OldStates:
     """The old states of the tensors of a bucket in a step.
 
     Args:
@@ -407,7 +407,7 @@ class Kept:
         states: Sequence[Sequence[np.ndarray]],
         places: list[list[np.ndarray]],
         columns: list[Column],
-        spare: tuple[Spares, np.ndarray] | None,
+        spare: tuple[SpareMemory, np.ndarray] | None,
     ) -> None:
         self._states, self._places, self.columns, self._spare = states, places, columns, spare
         self.holds = False
@@ -418,8 +418,8 @@ class Kept:
         states: Sequence[Sequence[np.ndarray]],
         out: list[np.ndarray],
         at_out: Column,
-        pool: Spares,
-    ) -> Kept | None:
+        pool: SpareMemory,
+    ) -> OldStates | None:
         """Return where states are kept; ``None`` if there is no room.
 
         Args:

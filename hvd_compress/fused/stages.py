@@ -15,7 +15,7 @@ import numpy as np
 
 from hvd_compress.base import Array, Context, Sparse, Spec, State
 from hvd_compress.chain import Transform
-from hvd_compress.fused.in_place import InPlaceForm, InPlacePlan, Views, room
+from hvd_compress.fused.in_place import InPlaceForm, InPlacePlan, Views, two_rows
 from hvd_compress.transforms import error_feedback
 
 #: elements of a part
@@ -164,7 +164,7 @@ class StagedPlan(InPlacePlan):
         stages, x = self.form.stages, views.x[tensor][own]
         if not stages.transforms:
             return x
-        states, out = views.states_at(tensor, own, stages.keys), room(longest)[0, : x.size]
+        states, out = views.states_at(tensor, own, stages.keys), two_rows(longest)[0, : x.size]
         if stages.only_feeds_back:
             return np.add(x, states["residual"], out=out)
         for part in _parts(x.size):
@@ -189,7 +189,7 @@ class StagedPlan(InPlacePlan):
         stages, out = self.form.stages, views.out[tensor][own]
         x, states = views.x[tensor][own], views.states_at(tensor, own, stages.keys)
         makes_it = sent is not None and stages.finishes
-        average = room(out.size)[0, : out.size] if makes_it else out
+        average = two_rows(out.size)[0, : out.size] if makes_it else out
         if sent is not None and not makes_it:  # states first, since out may be the gradient
             stages.settle(x, states, step, sent)
         mean(average)

@@ -7,8 +7,8 @@ sparse frame of all its tensors end to end.
 
 One pass computes the next velocities and residuals, looks for the largest elements, and writes the
 new states in place.  The old ones are kept until it is known that the entries of all ranks are
-finite (:class:`hvd_compress.fused.in_place.Kept`).  If they cannot be kept, the states are written
-in a second pass then.  The averages take the place of the gradients.
+finite (:class:`hvd_compress.fused.in_place.OldStates`).  If they cannot be kept, the states are
+written in a second pass then.  The averages take the place of the gradients.
 
 In a device's memory the message is another, written where it is sent from and read where it
 arrives (:class:`TopKOnDevice`).
@@ -27,7 +27,14 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Place, Sparse, Spec, State
 from hvd_compress.codecs import logarithmic
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
-from hvd_compress.fused.in_place import Arrays, InPlaceForm, InPlacePlan, Kept, is_on_host, spares
+from hvd_compress.fused.in_place import (
+    Arrays,
+    InPlaceForm,
+    InPlacePlan,
+    OldStates,
+    is_on_host,
+    spare_memory,
+)
 from hvd_compress.fused.on_device import gathered
 from hvd_compress.kernels import Column, Selection, Steps, add_up, loops, loops_of
 from hvd_compress.operators import Selector, top_k
@@ -103,7 +110,7 @@ class TopKPlan(InPlacePlan):
     ) -> None:
         super().__init__(form, specs, key, step)
         self.keys = form.keys
-        self._spares = spares()
+        self._spares = spare_memory()
         self._selection = Selection(self.sizes, self.weights)
         self._message = message_of(form.values, form.indices, sum(self.sizes), self.weights)
         self.requests = [gather_of(self._message)]
@@ -121,7 +128,7 @@ class TopKPlan(InPlacePlan):
                 kept.close()
 
     def _met(
-        self, arrays: Arrays, step: Context, kept: Kept | None
+        self, arrays: Arrays, step: Context, kept: OldStates | None
     ) -> Generator[Request, Any, np.ndarray]:
         xp, like = self.xp, arrays.gradients[0]
         begin_phase("search")
@@ -150,7 +157,7 @@ class TopKPlan(InPlacePlan):
             add_up(arrays.columns[1], at, what, self.size)
         return finite
 
-    def _kept(self, arrays: Arrays, step: Context) -> Kept | None:
+    def _kept(self, arrays: Arrays, step: Context) -> OldStates | None:
         """Return the place where old states are kept; ``None`` if new ones are not written at once.
 
         That needs memory, that nobody still looks at the old ones, and that results are written
@@ -159,10 +166,10 @@ class TopKPlan(InPlacePlan):
         if self.memory is not None or step.sparse or not step.in_place:
             return None
         views = arrays.views
-        return Kept.of([*views.states.values()], views.out, arrays.columns[1], self._spares)
+        return OldStates.of([*views.states.values()], views.out, arrays.columns[1], self._spares)
 
     def _steps(
-        self, arrays: Arrays, new: Sequence[State] | None = None, kept: Kept | None = None
+        self, arrays: Arrays, new: Sequence[State] | None = None, kept: OldStates | None = None
     ) -> Steps:
         x, _, *states = arrays.columns
         to = states if new is None else [Column([s[key] for s in new]) for key in self.keys]
@@ -175,7 +182,7 @@ class TopKPlan(InPlacePlan):
         indices: np.ndarray,
         remaining: np.ndarray,
         finite: np.ndarray,
-        kept: Kept | None,
+        kept: OldStates | None,
     ) -> None:
         """Write the new states, in place unless others may still look at the old ones; or what is
         left to write of them."""

@@ -32,9 +32,9 @@ from hvd_compress.config import check_seed
 from hvd_compress.engines.base import Engine, asking
 from hvd_compress.engines.joining import (
     Entry,
-    Member,
-    Placed,
+    PlacedTensor,
     Tally,
+    TensorExchange,
     exchanged,
     groups_of,
     joined,
@@ -47,7 +47,7 @@ from hvd_compress.integrations.optimizers import check_one_momentum
 from hvd_compress.methods import as_compressor
 from hvd_compress.reduce.buckets import BUCKET_BYTES, Buckets, label_of
 from hvd_compress.reduce.choice import Choice
-from hvd_compress.reduce.homes import Homes
+from hvd_compress.reduce.common_states import CommonStates
 from hvd_compress.reduce.nodes import Node, Sharing
 from hvd_compress.reduce.state_file import (
     averaged,
@@ -172,7 +172,7 @@ class Reducer:
         self._scratch = scratch
         self._buckets: list[tuple[str, ...]] | None = None  # that plans were made for
         self._planned_for = engine.size  # ranks for which the buckets were planned
-        self.homes = Homes(self.store.names, self.store.get)
+        self.common_states = CommonStates(self.store.names, self.store.get)
         self._undo, self.keeps_undo = Undo(self.store), False
         self.finds_unused, self._unused = finds_unused, set[str]()
         self._agrees = False  # the ranks have begun to compare terms in this step
@@ -322,7 +322,7 @@ class Reducer:
         if choice.method != self.method:
             self._use(choice.method)
             self.store.use(self.method)
-            self.homes = Homes(self.store.names, self.store.get)
+            self.common_states = CommonStates(self.store.names, self.store.get)
             self.forget_plan()
 
     def finish(self) -> dict[str, Array]:
@@ -369,7 +369,7 @@ class Reducer:
         directions: dict[str, Any] = {}
         found = [*itertools.chain.from_iterable(parts)]
         if dict in map(type, found):
-            self.homes.begin()
+            self.common_states.begin()
         for part in found:
             directions |= (
                 {name: self._received(name, outcome) for name, outcome in part.items()}
@@ -438,7 +438,7 @@ class Reducer:
         self.step = self._undo.step
         self._undo.put_back(list(self.store.names()))
         self._undo.forget()
-        self.homes.forget()
+        self.common_states.forget()
 
     @property
     def can_discard(self) -> bool:
@@ -462,13 +462,13 @@ class Reducer:
         self.clock.awaited()
         if self.choice is not None:
             self.choice.step_is_abandoned()
-        self.homes.forget()
+        self.common_states.forget()
         self._local.abandon()
         self.buckets.abandon()
 
     def _received(self, name: str, outcome: Outcome) -> Array:
         """Keep the state of a finished exchange, and return the direction of the step."""
-        own, common = self.homes.split(name, outcome.state)
+        own, common = self.common_states.split(name, outcome.state)
         self.store.keep(name, own)
         for home, state in common.items():
             self.store.keep(home, state)
@@ -548,16 +548,16 @@ class Reducer:
             method = self.method.for_tensor(name, backend_of(gradient).shape(gradient))
             state = store.state_for(name, gradient, method)
             # Also of a tensor with a place: in another step it may have none.
-            common = self.homes.hand(name, lambda: method.common(gradient))
+            common = self.common_states.hand(name, lambda: method.common(gradient))
             if (place := method.place(gradient, context)) is not None:
                 extent = elements, nbytes
-                return Placed(name, gradient, state, place, context.momentum, extent)
+                return PlacedTensor(name, gradient, state, place, context.momentum, extent)
             exchange = method.exchange(gradient, {**state, **common}, context)
         record = self._records.setdefault(name, Record())
         record.steps += 1
         record.elements += elements
         record.dense_bytes += nbytes
-        return Member(name, exchange, record, nbytes)
+        return TensorExchange(name, exchange, record, nbytes)
 
     def _exchange(self, entries: Sequence[Entry]) -> Generator[Request, Any, list[Any]]:
         groups, members = groups_of(entries)
@@ -568,7 +568,7 @@ class Reducer:
             found.append((yield from joined(members, self.engine.rank, self.engine.size)))
         return found
 
-    def _in_use(self, group: Sequence[Placed]) -> _InUse:
+    def _in_use(self, group: Sequence[PlacedTensor]) -> _InUse:
         """Return the plan of tensors that have one in common, and note it."""
         names, extents = tuple(each.name for each in group), [each.extent for each in group]
         known = self._plans.get(names)
@@ -723,7 +723,7 @@ class Reducer:
         from_before_the_first_step = not states and saved.step == 0
         if not from_before_the_first_step and (choice is None or choice.method == self.method):
             for name, expected in store.looks.of_states().items():  # others: with a gradient
-                loaded = self.homes.own(name, entry(states, name, dict))
+                loaded = self.common_states.own(name, entry(states, name, dict))
                 if problem := misfit(loaded, expected):
                     raise refused(f"of {name!r} {problem}")
         inconsistent: list[str] = []
@@ -751,13 +751,13 @@ class Reducer:
         """Return the mean of each array over the ranks, by name.  This is a collective, and names
         must be the same on all ranks."""
         members = [
-            Member(name, averaged(x, self.engine.size), Record(), x.nbytes)
+            TensorExchange(name, averaged(x, self.engine.size), Record(), x.nbytes)
             for name, x in sorted(arrays.items())
         ]
         outcomes = self.run(members, next(iter(arrays.values()), _NOTHING))
         return {name: outcomes[name].mean for name in arrays}
 
-    def run(self, members: Sequence[Member], like: Array) -> dict[str, Outcome]:
+    def run(self, members: Sequence[TensorExchange], like: Array) -> dict[str, Outcome]:
         """Run exchanges between steps, in the same order on all ranks, of arrays like ``like``;
         return outcomes by name."""
         self._check_at_rest("an average between steps")

@@ -11,7 +11,7 @@ from hvd_compress.agreement import Terms, listed
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Compressor, Context, Exchange, Sparse, State
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.reduce.homes import ArrayType, look
+from hvd_compress.reduce.common_states import ArrayType, look
 
 
 class Store(abc.ABC):

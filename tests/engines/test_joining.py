@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hvd_compress import Broadcast, Context, Gather, Neighbors, Outcome, PowerSGD, Sparse, Sum
 from hvd_compress.backends import backend_of
-from hvd_compress.engines.joining import Member, joined
+from hvd_compress.engines.joining import TensorExchange, joined
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
@@ -27,7 +27,7 @@ MAKERS = {"numpy": np.asarray, "torch": torch.tensor, "tensorflow": tf.constant}
 
 
 def in_flight(exchange, name="tensor"):
-    return Member(name, exchange, Record())
+    return TensorExchange(name, exchange, Record())
 
 
 def doubling(calls):
@@ -122,7 +122,7 @@ def exchanged(methods, gradients, buckets, step, states):
                 phase=method.phases[step % len(method.phases)] if method.phases else "",
             )
             exchange = method.exchange(gradient.copy(), state, context)
-            members[rank][name] = Member(name, exchange, records[rank][name])
+            members[rank][name] = TensorExchange(name, exchange, records[rank][name])
     found, new = [{} for _ in gradients], [{} for _ in gradients]
     for bucket in with_what_belongs_together(buckets, members[0]):
         exchanges = [joined([own[n] for n in bucket], r, size) for r, own in enumerate(members)]
@@ -189,7 +189,7 @@ def test_one_message_for_a_bucket():
     """Payloads of open sizes have a table of all sizes but the last."""
     records = [Record() for _ in range(4)]
     members = [
-        Member(str(n), gathers(n, equal=n > 3), record)
+        TensorExchange(str(n), gathers(n, equal=n > 3), record)
         for n, record in zip([2, 5, 3, 4], records, strict=True)
     ]
     bucket = joined(members, 0, 2)
@@ -220,7 +220,7 @@ def test_neighbours_with_equal_and_with_open_sizes():
     """The former are end to end, the latter have a table; each kind has a message of its own."""
     records = [Record() for _ in range(4)]
     members = [
-        Member(str(n), exchanges(n, equal=n > 3, targets=(1, 2)), record)
+        TensorExchange(str(n), exchanges(n, equal=n > 3, targets=(1, 2)), record)
         for n, record in zip([2, 5, 3, 4], records, strict=True)
     ]
     bucket = joined(members, 0, 3)
@@ -248,7 +248,7 @@ def test_neighbours_with_equal_and_with_open_sizes():
 def test_a_rank_without_neighbours(equal):
     records = [Record(), Record()]
     members = [
-        Member(str(n), exchanges(n, equal=equal, targets=(), sources=()), record)
+        TensorExchange(str(n), exchanges(n, equal=equal, targets=(), sources=()), record)
         for n, record in enumerate(records, 2)
     ]
     bucket = joined(members, 0, 3)
@@ -270,7 +270,10 @@ def test_broadcasts_of_one_root_are_one(rank):
     roots = {"a": 1, "b": 1, "c": 1, "d": 0}
     records = {name: Record() for name in arrays}
     bucket = joined(
-        [Member(name, broadcasts(arrays[name], roots[name]), records[name]) for name in arrays],
+        [
+            TensorExchange(name, broadcasts(arrays[name], roots[name]), records[name])
+            for name in arrays
+        ],
         rank,
         2,
     )
@@ -295,7 +298,7 @@ def test_broadcasts_of_one_root_are_one(rank):
 
 @pytest.mark.parametrize("damage", ["nothing", "cut", "table", "negative"])
 def test_a_damaged_bucket_is_an_error(damage):
-    bucket = joined([Member(str(i), gathers(10), Record()) for i in range(3)], 0, 2)
+    bucket = joined([TensorExchange(str(i), gathers(10), Record()) for i in range(3)], 0, 2)
     message = bucket.send(None).payload
     damaged = message.copy()
     sizes = damaged[:16].view("<i8")
@@ -329,7 +332,8 @@ def test_joint_work_is_one_exchange():
     exchanges = [jointly(np.ones(n), weight=n) for n in (3, 1)]
     exchanges.append(jointly(np.full(2, 5.0), weight=2, key="other"))
     members = [
-        Member(str(i), e, r) for i, (e, r) in enumerate(zip(exchanges, records, strict=True))
+        TensorExchange(str(i), e, r)
+        for i, (e, r) in enumerate(zip(exchanges, records, strict=True))
     ]
     assert members[0].look.kind == members[1].look.kind != members[2].look.kind
     bucket = joined(members, 0, 2)
@@ -357,7 +361,7 @@ def test_what_belongs_together_is_one_bucket(exchange, expected):
     engine = LocalEngine()
     buckets = Buckets(
         lambda: engine,
-        lambda names: [Member(name, exchange(np.ones(2)), Record(), 16) for name in names],
+        lambda names: [TensorExchange(name, exchange(np.ones(2)), Record(), 16) for name in names],
         lambda members: joined(members, 0, 1),
         nbytes=8,
         same_order=True,

@@ -27,7 +27,7 @@ from hvd_compress import (
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.reduce import MemoryStore, Reducer
-from tests.kernels.test_kept import Failing
+from tests.kernels.test_old_states import Failing
 
 SHAPES = {"a": (40, 30), "b": (30,), "c": (25, 50)}
 METHODS = [

@@ -6,7 +6,7 @@ import numpy as np
 
 from hvd_compress import Context
 from hvd_compress.base import Outcome
-from hvd_compress.engines.joining import Placed, exchanged, groups_of, plan_for, tensors_of
+from hvd_compress.engines.joining import PlacedTensor, exchanged, groups_of, plan_for, tensors_of
 from hvd_compress.engines.lockstep import World, replies_to, run
 from hvd_compress.stats import Record
 
@@ -41,7 +41,7 @@ class Ranks:
             place = self.method.place(gradient, step._replace(name=name))
             assert place is not None, name
             state = self.states[rank][name]
-            entries.append(Placed(name, gradient, state, place, step.momentum))
+            entries.append(PlacedTensor(name, gradient, state, place, step.momentum))
         return self._exchange(entries, self.plans[rank], step)
 
     def _exchange(self, entries, plans, step):

@@ -39,7 +39,7 @@ from hvd_compress import (
 from hvd_compress.base import Outcome, Tensors
 from hvd_compress.chain import Chain
 from hvd_compress.codecs import contraction, natural, uniform_dithering
-from hvd_compress.engines.joining import Placed, exchanged, plan_for, tensors_of
+from hvd_compress.engines.joining import PlacedTensor, exchanged, plan_for, tensors_of
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import PayloadError
@@ -282,7 +282,7 @@ def test_a_bucket_is_of_the_device_that_it_was_made_on():
     assert [*ranks.plans[0].values()] == [plan]
     place = QSGD().place(gradient, step)
     moved = place._replace(key=("elsewhere", torch.device("meta")))
-    assert plan_for([Placed("a", gradient, {}, moved, 0.0)], step, plan) is not plan
+    assert plan_for([PlacedTensor("a", gradient, {}, moved, 0.0)], step, plan) is not plan
 
 
 def test_gradients_need_not_be_contiguous():
@@ -428,7 +428,7 @@ def exchange_of(method, shapes, gradients, states, rank=0, size=2):
     step, group = Context("", rank, size, in_place=True), []
     for name in shapes:
         place = method.place(gradients[name], step._replace(name=name))
-        group.append(Placed(name, gradients[name], states[name], place, 0.0))
+        group.append(PlacedTensor(name, gradients[name], states[name], place, 0.0))
     return exchanged(plan_for(group, step), tensors_of(group), step, Record())
 
 

@@ -11,7 +11,7 @@ import torch
 
 from hvd_compress import LGC, After, ConfigError, Context, Gather, PoorFit, Sum
 from hvd_compress.blocks import chain, top_k
-from hvd_compress.engines.joining import Member, alone, joined
+from hvd_compress.engines.joining import TensorExchange, alone, joined
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
 from hvd_compress.learned import learned_allreduce, learned_server, numpy_network
@@ -370,7 +370,7 @@ def bytes_of_a_step(method, step):
         records.append({name: Record() for name in own})
         context = Context(rank=rank, size=3, step=step, momentum=0.9)
         members = [
-            Member(
+            TensorExchange(
                 name,
                 method.exchange(x, method.init(x), context._replace(name=name)),
                 records[rank][name],

@@ -10,7 +10,7 @@ import torch
 
 from hvd_compress import optimizers
 from hvd_compress.base import Context
-from hvd_compress.engines.joining import Member
+from hvd_compress.engines.joining import TensorExchange
 from hvd_compress.errors import ConfigError
 from hvd_compress.stats import Record
 
@@ -122,7 +122,7 @@ class ZeroOneAdam(PartnerOptimizer):
             chain = method.chain(buffer, context)
             exchange = chain.exchange(buffer, own or method.init(buffer), context)
             record = reducer.records.setdefault(name, Record())  # sent and counted like gradients
-            members[p] = Member(context.name, exchange, record, buffer.nbytes)
+            members[p] = TensorExchange(context.name, exchange, record, buffer.nbytes)
         like = next((state["buffer"] for state in states.values()), None)
         outcomes = reducer.run(list(members.values()), like)
         means = {}

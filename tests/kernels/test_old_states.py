@@ -19,13 +19,13 @@ from hvd_compress import (
     TopK,
     kernels,
 )
-from hvd_compress.engines.joining import Placed, exchanged, plan_for, tensors_of
+from hvd_compress.engines.joining import PlacedTensor, exchanged, plan_for, tensors_of
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.engines.named import NamedEngine
 from hvd_compress.errors import CompressionError, PayloadError
 from hvd_compress.fused import in_place
-from hvd_compress.fused.in_place import Spares, spares
+from hvd_compress.fused.in_place import SpareMemory, spare_memory
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import Record
 
@@ -60,7 +60,7 @@ class Rank:
         step, group = Context(momentum=0.9, in_place=True), []
         for name, gradient in gradients.items():
             place = self.method.place(gradient, step._replace(name=name))
-            group.append(Placed(name, gradient, self.states[name], place, 0.9))
+            group.append(PlacedTensor(name, gradient, self.states[name], place, 0.9))
         self.plan = plan_for(group, step, self.plan)
         return exchanged(self.plan, tensors_of(group), step, Record())
 
@@ -245,7 +245,7 @@ def test_memory_is_handed_on_and_goes_with_the_last_bucket(monkeypatch):
     for _ in range(3):
         exchange = rank.begun(rank.gradients())
         rank.ended(exchange, next(exchange).arrays[0])
-        pool = pool or weakref.ref(spares())
+        pool = pool or weakref.ref(spare_memory())
     assert len(pool()._free) == 1
     del rank, exchange
     gc.collect()
@@ -253,7 +253,7 @@ def test_memory_is_handed_on_and_goes_with_the_last_bucket(monkeypatch):
 
 
 def test_larger_memory_takes_the_place_of_smaller():
-    pool = Spares()
+    pool = SpareMemory()
     small = pool.take(10)
     assert pool.take(1) is None
     pool.give(small)

@@ -22,7 +22,7 @@ class ArrayType(NamedTuple):
 Kind = tuple[tuple[str, ArrayType], ...]
 
 
-class Homes:
+class CommonStates:
     """Finds the tensor, the *home*, whose state has what many tensors have in common (see
     :meth:`hvd_compress.base.Compressor.common`).
 
