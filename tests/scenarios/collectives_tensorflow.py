@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvd_compress.errors import UnsupportedError
 from tests.scenarios.driver import gradients_through, raises
-from tests.scenarios.driver_tensorflow import hvd
+from tests.scenarios.driver_tensorflow import hvd, traced
 
 
 def groups_methods_and_rows() -> None:
@@ -34,7 +34,7 @@ def a_graph_called_under_a_tape_has_gradients_too() -> None:
     x = tf.constant([hvd.rank() + 1.0])
     with tf.GradientTape() as tape:
         tape.watch(x)
-        loss = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))(x)
+        loss = traced(lambda x: hvd.allreduce(x, op=hvd.Sum))(x)
     np.testing.assert_allclose(tape.gradient(loss, x), [hvd.size()])
 
 

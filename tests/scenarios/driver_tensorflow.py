@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -50,6 +51,11 @@ def policy(name: str) -> Iterator[None]:
         yield
     finally:
         keras.mixed_precision.set_global_policy(before)
+
+
+#: a function of a test as a graph, without AutoGraph, which takes longer than the tracing: Keras's
+#: own have it, and what is to show something of it
+traced = functools.partial(tf.function, autograph=False)
 
 
 def _layers(kind: str) -> list[Any]:
@@ -100,7 +106,7 @@ class Student(_Trained):
         self.codistillation = hvd_keras.Codistillation(self.model, *args, **options)
         self.sgd = keras.optimizers.SGD(oracle.LR)
         self.sgd.build(self.model.trainable_variables)  # so that the graph is traced once
-        self.graph = tf.function(self._step, autograph=False)
+        self.graph = traced(self._step)
 
     def _losses(self, x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         z = self.model(x, training=True)
@@ -148,7 +154,7 @@ class Run(_Trained):
         variables = self.model.trainable_variables
         self.framework_names = [f"{i}.{v.name}" for i, v in enumerate(variables)]
         self.sam = None if setup.sam is None else hvd_keras.SAM(**setup.sam)
-        self.graph = tf.function(self._step, autograph=False)
+        self.graph = traced(self._step)
 
     def step(self, number: int, *, passes: int = 1, spoilt: bool = False) -> None:
         for part in range(passes):
@@ -232,7 +238,7 @@ def gradients_through(function: Any, x: Any, weight: Any) -> list[np.ndarray]:
         return tape.gradient(loss, x)
 
     x = tf.convert_to_tensor(x)
-    found = [gradient(x), tf.function(gradient)(x)]
+    found = [gradient(x), traced(gradient)(x)]
     return [tf.convert_to_tensor(each).numpy() for each in found]
 
 

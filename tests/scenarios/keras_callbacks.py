@@ -22,7 +22,7 @@ from tests.scenarios.driver import (
     raises,
     train,
 )
-from tests.scenarios.driver_tensorflow import HOROVODS, hvd, hvd_keras, model_of
+from tests.scenarios.driver_tensorflow import HOROVODS, hvd, hvd_keras, model_of, traced
 from tests.scenarios.environment import assert_said, environment
 from tests.scenarios.keras_fit import DENSE, LOSS, SPARSE, fit, sgd, weights_of
 
@@ -215,11 +215,12 @@ def new_workers_take_over_state_and_a_share_of_what_waits() -> None:
     mean of EF21's estimates is the mean estimate, whoever has come or gone."""
     is_new, begun = hvd.rank() == hvd.size() - 1 and hvd.size() > 1, max(hvd.size() - 1, 1)
     for method in (EF21(density=0.05), SPARSE):
-        keras.utils.clear_session()  # the new one counts layers anew, and has the others' names
+        # The new one counts layers anew, and has the others' names.
+        keras.utils.clear_session(free_memory=False)
         run = train(make(method), range(3))
         waited = {key: x for key, x in run.states().items() if key.endswith("residual")}
         if is_new:
-            keras.utils.clear_session()
+            keras.utils.clear_session(free_memory=False)
             run, waited = make(method), {key: 0 * x for key, x in waited.items()}
         state = hvd.elastic.TensorFlowKerasState(run.model, run.optimizer, step=0 if is_new else 3)
         state.sync()
@@ -298,7 +299,7 @@ def an_environment_of_some_ranks_only_is_an_error_on_all() -> None:
     text = "topk:density=0.05" if hvd.rank() == 0 else None
     variable = tf.Variable(tf.ones([4]))
 
-    @tf.function
+    @traced
     def step():
         with tf.GradientTape() as tape:
             y = tf.reduce_sum(variable**2)

@@ -20,7 +20,7 @@ from hvd_compress.tensorflow.keras import callbacks
 from tests.scenarios import applies
 from tests.scenarios.doors import problems, quietly
 from tests.scenarios.driver import barrier, raises
-from tests.scenarios.driver_tensorflow import hvd, hvd_keras
+from tests.scenarios.driver_tensorflow import hvd, hvd_keras, traced
 
 METHOD = TopK(density=0.5)
 
@@ -30,7 +30,7 @@ def _steps(optimizer: Any, count: int, before: Callable[[int], None] = lambda nu
     variable = keras.Variable(np.ones(20, "float32"))
     optimizer.build([variable])
 
-    @tf.function
+    @traced
     def step() -> None:
         optimizer.apply([tf.ones([20])], [variable])
 
@@ -91,7 +91,7 @@ def weights_that_differ_are_an_error_within_some_steps() -> None:
     variable = tf.Variable(tf.fill([20], 1.0 + 1e-6 * hvd.rank()))
     compression = hvd.bind(FP16, [variable])
 
-    @tf.function
+    @traced
     def step() -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(variable)
@@ -291,7 +291,7 @@ def wrong_kinds_for_callbacks_and_models() -> None:
 
 def steps_that_are_discarded_leave_no_trace() -> None:
     """As after a spike of the norm: eagerly, and by a condition of the graph."""
-    for method, traced in ((DGC(density=0.2, momentum=0.9, min_size=8), True), ("onebit", False)):
+    for method, in_graph in ((DGC(density=0.2, momentum=0.9, min_size=8), True), ("onebit", False)):
         states = []
         for spikes in ((), (0, 2)):
             variables = [tf.Variable(tf.reshape(tf.range(24.0), [4, 6])), tf.Variable([1.0, 2])]
@@ -310,7 +310,7 @@ def steps_that_are_discarded_leave_no_trace() -> None:
 
                 tf.cond(factor < 50.0, applied, compression.discard)
 
-            run = tf.function(step) if traced else step
+            run = traced(step) if in_graph else step
             for number in range(4):
                 if number in spikes:
                     run(tf.constant(100.0 + hvd.rank()))

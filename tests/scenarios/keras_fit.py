@@ -30,7 +30,7 @@ from tests.scenarios.driver import (
     make,
     raises,
 )
-from tests.scenarios.driver_tensorflow import HOROVODS, hvd, hvd_keras, model_of, policy
+from tests.scenarios.driver_tensorflow import HOROVODS, hvd, hvd_keras, model_of, policy, traced
 
 SPARSE = DGC(density=0.05)
 DENSE = DGC(density=1.0)
@@ -394,7 +394,7 @@ def names_of_layers_do_not_matter_in_checkpoints_of_tensorflow() -> None:
 def scaled_step(model: Any, optimizer: Any) -> Any:
     variables = model.trainable_variables
 
-    @tf.function
+    @traced
     def step(x: tf.Tensor, y: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
             loss = optimizer.scale_loss(LOSS(y, model(x, training=True)))
@@ -473,10 +473,12 @@ def two_models_with_the_same_names_in_a_branch_of_the_users() -> None:
     dense_for_now = DGC(StagedWarmup("step", 100, (1.0, 0.25)), min_size=0)
     first, other = (make(dense_for_now, backward_passes_per_step=2, lr=0.02) for _ in range(2))
 
+    inline = tf.autograph.experimental.do_not_convert(first._step)
+
     @tf.function
     def every_other(x, y, number):
         if number % 2 == 0:
-            first._step(x, y)
+            inline(x, y)
             other.graph(x, y)
 
     for number in range(8):
@@ -731,7 +733,7 @@ def _used(optimizer: Any, under_fit: bool) -> dict[str, weakref.ref]:
         fit(optimizer, steps=2, model=model, jit_compile=False)
     else:
 
-        @tf.function
+        @traced
         def step(x, y):
             with tf.GradientTape() as tape:
                 loss = LOSS(y, model(x, training=True))

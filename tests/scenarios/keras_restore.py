@@ -25,7 +25,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.tensorflow.saved_state import BindingState
 from tests.scenarios import applies
 from tests.scenarios.driver import assert_same_everywhere, barrier, make, raises, train
-from tests.scenarios.driver_tensorflow import hvd
+from tests.scenarios.driver_tensorflow import hvd, traced
 
 METHOD = TopK(density=0.05)
 
@@ -243,11 +243,11 @@ def a_checkpoint_may_be_restored_before_there_is_an_optimizer() -> None:
         _texts(lambda: tf.train.Checkpoint(holder=holder).write(path))
         tf.train.Checkpoint(holder=late).read(path)
 
-        @tf.function
-        def traced() -> None:
+        @traced
+        def restore() -> None:
             late.compression = other.compression
 
-        traced()
+        restore()
     assert int(other.compression.step) == 3
     train(other, range(3, 4))
     assert int(other.compression.step) == 4

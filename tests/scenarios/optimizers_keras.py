@@ -75,7 +75,7 @@ def _assert_same(one: Any, other: Any) -> None:
 def models_are_saved_and_go_on() -> None:
     """On all ranks from what rank 0 saved; the laws have what each optimizer keeps."""
     folder = Path(hvd.broadcast_object(tempfile.mkdtemp(), root_rank=0, name="folder"))
-    rows = [("LAMB", 7, 0), ("ZeroOneAdam", 7, 3)]
+    rows = [("LAMB", 3, 0), ("ZeroOneAdam", 7, 3)]
     more = [("OneBitAdam", 7, FREEZE), ("OneBitLAMB", 7, FREEZE), ("OneBitAdam", 2, 2)]
     for name, steps, variance_steps in rows + more if everything else rows:
         model = _compiled(name)
@@ -109,7 +109,7 @@ def models_are_saved_and_go_on() -> None:
             assert int(getattr(other.optimizer, "_variance_steps", 0)) == variance_steps
             _assert_same(other, model)
         for m in (model, loaded, restored) if everything else (model, loaded):
-            apply(m.optimizer, m, range(steps, steps + 5))
+            apply(m.optimizer, m, [steps])
             assert_same_everywhere(weights_of(m))
             assert_close(weights_of(m), weights_of(model), 0, 0)
         barrier()

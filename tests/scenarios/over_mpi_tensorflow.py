@@ -20,7 +20,7 @@ from hvd_compress.errors import (
 )
 from tests.scenarios import applies
 from tests.scenarios.driver import assert_same_everywhere, barrier, raises
-from tests.scenarios.driver_tensorflow import hvd, hvd_keras
+from tests.scenarios.driver_tensorflow import hvd, hvd_keras, traced
 
 
 def nothing_imports_horovod() -> None:
@@ -53,7 +53,7 @@ def functions_of_horovod() -> None:
         tf.cast(tf.fill([size, 2], rank), dtype)
         for dtype in (tf.float32, tf.float16, tf.bfloat16, tf.int64)
     ]
-    for function in (all_of_them, tf.function(all_of_them)):
+    for function in (all_of_them, traced(all_of_them)):
         for found in function(*own):
             total, most, rows, last = (tf.cast(x, tf.float64).numpy() for x in found)
             np.testing.assert_array_equal(total, np.full([size, 2], ranks.sum()))
