@@ -440,21 +440,14 @@ def loss_scaling_the_other_way_round_is_refused() -> None:
         model.compile(hvd_keras.DistributedOptimizer(sgd(), compression=SPARSE), loss=LOSS)
 
 
-class LossScaleOptimizerTest(keras.optimizers.SGD):
-    """No loss scaling, whatever it is called."""
-
-
 def a_name_means_nothing() -> None:
-    """Neither of an optimizer nor of who calls it."""
-    model = model_of("mlp")
+    """Nor does a number that is no mark of a ``LossScaleOptimizer``."""
+
+    class LossScaleOptimizerTest(keras.optimizers.SGD): ...
+
     optimizer = hvd_keras.DistributedOptimizer(LossScaleOptimizerTest(0.1), compression=SPARSE)
-    model.compile(optimizer, loss=LOSS, run_eagerly=True)
-
-    class LossScaleOptimizerRunner:
-        def run(self) -> None:
-            model.fit(*data(1), batch_size=8, verbose=0)
-
-    LossScaleOptimizerRunner().run()
+    apply(optimizer, model_of("mlp"), range(1))
+    assert int(optimizer.compression.step) == 1
     optimizer.loss_scale_factor = 2.0
     assert optimizer.loss_scale_factor == 2.0
 
@@ -670,6 +663,8 @@ def what_cannot_work_says_what_to_write() -> None:
         run.optimizer.apply([tf.ones([2])], [keras.Variable(tf.ones([2]))])
     with raises(AttributeError, "no_such_thing"):
         _ = hvd.no_such_thing
+    with raises(UnsupportedError, "legacy_opts"):
+        hvd_keras.load_model("model.keras", legacy_opts=True)
     for name in ("parameter_server", "AsynchronousLeaderSGD"):
         with raises(UnsupportedError, f"hvd.{name}", "hvd_compress.torch.mpi", "LocalSGD"):
             getattr(hvd, name)
@@ -691,20 +686,6 @@ def distributed_optimizers_are_not_copied() -> None:
     assert type(plain) is keras.optimizers.SGD
     assert float(np.asarray(plain.learning_rate)) == np.float32(0.3)
     hvd.DistributedOptimizer(plain, compression=SPARSE)
-
-
-@horovod_only
-def optimizers_of_keras_2() -> None:
-    """Given to the drop-in while ``tf.keras`` is Keras 3."""
-    import tf_keras
-
-    old = tf_keras.optimizers.legacy.SGD(0.1)
-    for module in (hvd, hvd_keras, HOROVODS[2]):
-        with raises(UnsupportedError, "legacy are not supported: use tf_keras.optimizers.SGD"):
-            module.DistributedOptimizer(old, compression=SPARSE)
-    with raises(UnsupportedError, "legacy_opts"):
-        hvd_keras.load_model("model.keras", legacy_opts=True)
-    barrier()
 
 
 def nothing_stays_of_what_is_gone() -> None:

@@ -99,17 +99,6 @@ def optimizers_and_options_that_do_not_fit() -> None:
         tf.function(step)()
 
 
-def what_does_not_decay_alone_does_not_decay_here() -> None:
-    kernel, bias = (keras.Variable(np.ones(3, "float32"), name=name) for name in ("kernel", "bias"))
-    adam = keras.optimizers.AdamW(0.1, weight_decay=0.5)
-    adam.exclude_from_weight_decay(var_names=["kernel"])
-    hvd.DistributedOptimizer(adam, method=hvd.LocalSGD()).apply(
-        [tf.zeros(3), tf.zeros(3)], [kernel, bias]
-    )
-    np.testing.assert_array_equal(kernel.numpy(), np.ones(3))
-    np.testing.assert_allclose(bias.numpy(), np.full(3, 1 - 0.1 * 0.5), rtol=1e-6)
-
-
 def all_steps_are_on_the_same_variables() -> None:
     """Or the first layer's anchor would be taken for that of the second."""
     variables = [keras.Variable(np.full(4, float(n), "float32")) for n in range(4)]
