@@ -15,7 +15,7 @@ from tests.scenarios import applies, oracle
 from tests.scenarios.driver import assert_close, raises, student
 from tests.scenarios.driver_tensorflow import hvd_keras as hvd
 from tests.scenarios.driver_tensorflow import model_of
-from tests.scenarios.keras_fit import LOSS, weights_of
+from tests.scenarios.keras_fit import data, fit, weights_of
 
 
 def fit_takes_the_steps_of_a_loop() -> None:
@@ -29,14 +29,10 @@ def fit_takes_the_steps_of_a_loop() -> None:
     model.set_weights(list(oracle.others_weights(hvd.rank()).values()))
     codistillation = hvd.Codistillation(model, **options)
     codistillation.use_in_fit()
-    model.compile(keras.optimizers.SGD(oracle.LR), LOSS, jit_compile=False)
-    model.optimizer.build(model.trainable_variables)
-    batches = [oracle.batch("mlp", hvd.rank(), step, "float64") for step in range(6)]
-    x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    fit(keras.optimizers.SGD(oracle.LR), model=model, steps=6, jit_compile=False)
     assert_close(weights_of(model), loop.weights(), 1e-6, 1e-7)
     assert codistillation.exchanges == 2 * (hvd.size() > 1)
-    model.evaluate(x, y, batch_size=8, verbose=0)
+    model.evaluate(*data(6), batch_size=8, verbose=0)
     assert codistillation.step == 6
 
 
