@@ -57,7 +57,7 @@ class OnCPU:
     loops, timed = kernels, staticmethod(on_cpu)
 
     def __init__(self) -> None:
-        self._selection = kernels.Selection(SIZES, COUNTS)
+        self._selection = kernels.TopKSelection(SIZES, COUNTS)
         self._spare = [np.full(n, 0, np.float32) for n in SIZES]  # so that no page of them is new
 
     def arrays(self, gradients: list[Any], states: list[tuple[Any, Any]]) -> kernels.Steps:

@@ -137,11 +137,11 @@ MORE = {
     f"{ALL}.testing": ["check_laws"],
     f"{ALL}.torch": [
         "DistributedOptimizer",
-        "distributed.binding.Binding",
+        "distributed.binding.ParameterBinding",
         "distributed.compressed_optimizer.CompressedOptimizer",
         "systems.optimizer.LocalStepsOptimizer",
     ],
-    f"{ALL}.tensorflow": ["DistributedGradientTape", "binding.Binding"],
+    f"{ALL}.tensorflow": ["DistributedGradientTape", "binding.VariableBinding"],
     f"{ALL}.tensorflow.keras": ["DistributedOptimizer", "*OPTIMIZERS", "*SYSTEMS"],
     f"{ALL}.tensorflow.keras.callbacks": ["CompressionCallback"],
     f"{ALL}.tensorflow.keras.mpi": ["*OPTIMIZERS", "*SYSTEMS"],
@@ -187,8 +187,10 @@ Every call may raise these [errors](errors.md), which texts do not repeat: `Conf
 in options, shapes or dtypes, `PayloadError` for a damaged message, `SetupError` before
 `hvd.init()`, and `CollectiveTimeout` if a rank does not answer."""
 #: what users need of classes that they do not make themselves
+_OF_BINDINGS = {"epoch", "method", "report_at_exit", "reset_stats", "set_epoch", "stats", "step"}
 OF_RETURNED = {
-    "Binding": {"epoch", "method", "report_at_exit", "reset_stats", "set_epoch", "stats", "step"},
+    "ParameterBinding": _OF_BINDINGS,
+    "VariableBinding": _OF_BINDINGS,
     "CompressedOptimizer": {
         "add_param_group",
         "compression",

@@ -36,7 +36,7 @@ logger = logging.getLogger("hvd_compress")
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
-class Binding(BindingState):
+class VariableBinding(BindingState):
     """A method with its state for some variables, from ``hvd.bind`` or ``optimizer.compression``::
 
         binding = hvd.bind(hvd.TopK(density=0.01), model.trainable_variables)
@@ -62,7 +62,7 @@ class Binding(BindingState):
     """
 
     #: those that exist
-    alive: ClassVar[weakref.WeakSet[Binding]] = weakref.WeakSet()
+    alive: ClassVar[weakref.WeakSet[VariableBinding]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -90,15 +90,15 @@ class Binding(BindingState):
         self._schedules = schedules_of(method)
         super().__init__()
         method.bind(self)
-        Binding.alive.add(self)
+        VariableBinding.alive.add(self)
 
-    def for_synchronization(self, method: Compressor) -> Binding:
+    def for_synchronization(self, method: Compressor) -> VariableBinding:
         """Return another binding of the same variables and ranks, for arrays that are not
         gradients.  It always averages, and its messages are counted here."""
         options = dataclasses.replace(
             self.options, op=self._runtime.hvd.Average, sparse_as_dense=False
         )
-        other = Binding(self._runtime, method, self.store.slots, options)
+        other = VariableBinding(self._runtime, method, self.store.slots, options)
         self.on_behalf.append(other)
         return other
 

@@ -20,9 +20,9 @@ from hvd_compress.methods import FP16, NoCompression
 from hvd_compress.methods.texts import as_fixed
 
 from .optimizer import (
-    CompressedOptimizer,
     Distribution,
     Keras3Optimizer,
+    KerasCompressedOptimizer,
     NotInLossScaling,
     TfKerasOptimizer,
     inner_of,
@@ -152,7 +152,7 @@ def distribute(
             "the gradient: leave it out"
         )
     if is_keras_3(optimizer):
-        mixin: type[CompressedOptimizer] = Keras3Optimizer
+        mixin: type[KerasCompressedOptimizer] = Keras3Optimizer
         check_backend()
         optimizer = _with_loss_scale(optimizer)
     elif is_tf_keras(optimizer):

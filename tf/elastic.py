@@ -24,7 +24,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.integrations.horovod import rest_of
 
-from .binding import Binding
+from .binding import VariableBinding
 from .slots import variables_of_both
 
 
@@ -92,9 +92,9 @@ class TensorFlowKerasState(ObjectState):
         self._kept = [(v, tf.identity(v)) for v in everyones]
         self._commits = [(binding, binding.kept()) for binding in self._bindings()]
 
-    def _bindings(self) -> Iterator[Binding]:
+    def _bindings(self) -> Iterator[VariableBinding]:
         for name in ("compression", "local_compression"):
-            if isinstance(binding := getattr(self.optimizer, name, None), Binding):
+            if isinstance(binding := getattr(self.optimizer, name, None), VariableBinding):
                 yield binding
 
 

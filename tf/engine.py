@@ -26,7 +26,7 @@ _NUMBERS = 32
 _OPS = {"sum": mpi_ops.Sum, "max": mpi_ops.Max}
 
 
-class HorovodEngine(GraphEngine):
+class HorovodGraphEngine(GraphEngine):
     """Collectives become nodes of the graph, named after the bucket.
 
     Args:
@@ -134,7 +134,7 @@ def _opaque(x: tf.Tensor, agreed: tf.Tensor | None) -> tf.Tensor:
     return same
 
 
-class EagerEngine(HorovodEngine):
+class EagerEngine(HorovodGraphEngine):
     """Collectives of NumPy arrays, each of which waits for the other ranks."""
 
     keeps_replies = False
@@ -169,13 +169,13 @@ class HorovodRuntime:
         prefix: Callable[[], str],
         agreed: tf.Tensor | None,
     ) -> Engine:
-        return HorovodEngine(process_set, predivide, prefix, agreed)
+        return HorovodGraphEngine(process_set, predivide, prefix, agreed)
 
     def eager_engine(self, process_set: Any, prefix: str, arrays: type) -> Engine:
         chosen = hvd.global_process_set if process_set is None else process_set
         if not chosen.included() or chosen.size() == 1:
             return LocalEngine()
-        kind = EagerEngine if arrays is np.ndarray else HorovodEngine
+        kind = EagerEngine if arrays is np.ndarray else HorovodGraphEngine
         return kind(chosen, 1.0, prefix)
 
     def agreement(self, common: Common, prefix: str, process_set: Any) -> tf.Tensor:
@@ -194,7 +194,7 @@ class HorovodRuntime:
             return allreduce(mine, op=mpi_ops.Max, ignore_name_scope=True, **options)
 
         def compare(*known: tf.Tensor) -> tf.Tensor:
-            engine = HorovodEngine(process_set, 1.0, lambda: f"{prefix}.terms")
+            engine = HorovodGraphEngine(process_set, 1.0, lambda: f"{prefix}.terms")
             engine.agree(common.known(x.numpy() for x in known), tf.zeros([0]))
             engine.finish()
             return tf.constant(True)

@@ -30,7 +30,7 @@ from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.meetings import allreduce
 from hvd_compress.transforms import momentum_after_averaging
 
-from .binding import Binding
+from .binding import VariableBinding
 from .runtime import Runtime, numbers_of, sample_of
 from .saved_state import state_on_disk
 from .slots import native, places_of_groups, slots_of
@@ -124,7 +124,7 @@ class Distribution:
             {id(native(v)): i for i, v in enumerate(some)} for some in (shared, local)
         )
         inner, takes, options = inner_of(optimizer), self.takes_momentum, self.options
-        optimizer.compression = binding = Binding(
+        optimizer.compression = binding = VariableBinding(
             self.runtime,
             self.method,
             slots_of(shared),
@@ -138,7 +138,7 @@ class Distribution:
             after = momentum_after_averaging(*binding.store.momentum_used())
             method = chain(after, via=allreduce())
             own = HorovodOptions.checked(self.runtime.hvd, method, sparse_as_dense=True)
-            optimizer.local_compression = Binding(
+            optimizer.local_compression = VariableBinding(
                 self.runtime, method, slots_of(local), own, alone=True
             )
         with tf.init_scope():
@@ -271,11 +271,11 @@ class NotInLossScaling:
         super().__setattr__(name, value)
 
 
-class CompressedOptimizer(NotInLossScaling):
-    """``isinstance(optimizer, CompressedOptimizer)``: made by :func:`distribute`.
+class KerasCompressedOptimizer(NotInLossScaling):
+    """``isinstance(optimizer, KerasCompressedOptimizer)``: made by :func:`distribute`.
 
     Attributes:
-        compression: a :class:`hvd_compress.tensorflow.binding.Binding`, once it is built.
+        compression: a :class:`hvd_compress.tensorflow.binding.VariableBinding`, once it is built.
         distribution: how gradients are averaged.
     """
 
@@ -313,7 +313,7 @@ class CompressedOptimizer(NotInLossScaling):
         self.distribution.local.add(id(native(variable)))
 
 
-class Keras3Optimizer(CompressedOptimizer):
+class Keras3Optimizer(KerasCompressedOptimizer):
     """Mixed into the class of an optimizer of Keras 3."""
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -361,7 +361,7 @@ class Keras3Optimizer(CompressedOptimizer):
         self.compression.restore(self.compression.header(consolidated=True), velocities)
 
 
-class TfKerasOptimizer(CompressedOptimizer):
+class TfKerasOptimizer(KerasCompressedOptimizer):
     """Mixed into the class of an optimizer of tf_keras."""
 
     def build(self, var_list: Sequence[Any]) -> None:

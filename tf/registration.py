@@ -17,7 +17,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.integrations.horovod import checked_join, take_stateless
 
 from . import elastic
-from .binding import Binding
+from .binding import VariableBinding
 from .distribute import is_keras_3, wrap_optimizer
 from .engine import runtime
 from .slots import native
@@ -44,7 +44,7 @@ def register(hvd: Any) -> None:
         return broadcast([native(variable) for variable in variables], *args, **kwargs)
 
     hvd.broadcast_variables = broadcast_variables
-    hvd.join = checked_join(hvd.join, Binding.alive, "")
+    hvd.join = checked_join(hvd.join, VariableBinding.alive, "")
     for name in ("reducescatter", "grouped_reducescatter"):
         setattr(hvd, name, take_stateless(getattr(hvd, name), hvd.Compression))
     hvd.elastic.TensorFlowKerasState = elastic.TensorFlowKerasState

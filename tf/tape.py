@@ -22,7 +22,7 @@ from hvd_compress.methods import BF16, FP16, NoCompression
 from hvd_compress.methods.rows import keeps_residual
 from hvd_compress.methods.texts import as_fixed
 
-from .binding import Binding
+from .binding import VariableBinding
 from .runtime import Runtime, check_context, sample_of
 from .slots import TensorSlot, native, places_of_groups, slots_of, weights_of
 
@@ -34,14 +34,18 @@ _OPTIONS = {f.name for f in dataclasses.fields(HorovodOptions)} - {"backward_pas
 def is_ours(runtime: Runtime, compression: Any) -> bool:
     """Return whether this package takes a value for ``compression=``, or Horovod may.  Raise
     ``ConfigError`` if neither does."""
-    if isinstance(compression, Binding) or drop_in.is_ours(compression) or not runtime.has_plain:
+    if (
+        isinstance(compression, VariableBinding)
+        or drop_in.is_ours(compression)
+        or not runtime.has_plain
+    ):
         return True
     if compression is not None and not hasattr(compression, "compress"):
         as_fixed(compression)
     return False
 
 
-def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
+def binder(runtime: Runtime, module: str) -> Callable[..., VariableBinding]:
     """Return ``bind`` over a runtime; it belongs to ``module``."""
 
     @tf.autograph.experimental.do_not_convert
@@ -52,7 +56,7 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
         momentum: float | None = None,
         nesterov: bool = False,
         **options: Any,
-    ) -> Binding:
+    ) -> VariableBinding:
         """Return the state of a method for some variables; a later call finds it again::
 
             binding = hvd.bind(hvd.DGC(momentum=0.9), model.trainable_variables)
@@ -72,7 +76,7 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
             ConfigError: there are no variables, or an option has a value that cannot be honoured.
         """
         slots = slots_of(variables)
-        if isinstance(compression, Binding):
+        if isinstance(compression, VariableBinding):
             known, asked = ([slot.name for slot in of] for of in (compression.store.slots, slots))
             if known != asked:
                 raise ConfigError(
@@ -105,7 +109,7 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
             if known_key == key and [id(r()) for r in references] == list(map(id, variables)):
                 return binding
         table[:] = [entry for entry in table if all(r() is not None for r in entry[1])]
-        binding = Binding(runtime, method, slots, shared, **taken)
+        binding = VariableBinding(runtime, method, slots, shared, **taken)
         table.append((key, [weakref.ref(v) for v in variables], binding))
         is_open = method.takes_momentum and method.momentum is None
         if is_open and momentum is None and runtime.hvd.rank() == 0:
@@ -127,7 +131,7 @@ def binder(runtime: Runtime, module: str) -> Callable[..., Binding]:
 class CompressedTape:
     """Mixed into the class of a tape; its attributes are set by :func:`_distributed`."""
 
-    _bind: Callable[[Sequence[Any]], Binding]
+    _bind: Callable[[Sequence[Any]], VariableBinding]
     _scale_local: bool
     _local: set[int]
 
@@ -166,7 +170,7 @@ class CompressedTape:
 
 
 def wrap_tape(
-    runtime: Runtime, bind: Callable[..., Binding], factory: Callable[..., Any], **more: Any
+    runtime: Runtime, bind: Callable[..., VariableBinding], factory: Callable[..., Any], **more: Any
 ) -> Any:
     """Return a factory with the signature of Horovod's ``DistributedGradientTape``, and options
     ``more`` with their defaults, whose tapes take this package's compressors."""
@@ -198,7 +202,7 @@ def wrap_tape(
 
 
 def _distributed(
-    bind: Callable[..., Binding],
+    bind: Callable[..., VariableBinding],
     gradtape: Any,
     *,
     compression: Any,
@@ -216,7 +220,11 @@ def _distributed(
         persistent=gradtape._persistent,
         watch_accessed_variables=gradtape._watch_accessed_variables,
     )
-    own = {} if isinstance(compression, Binding) else {**options, "groups": groups or num_groups}
+    own = (
+        {}
+        if isinstance(compression, VariableBinding)
+        else {**options, "groups": groups or num_groups}
+    )
     new._tape = gradtape._tape
     new._bind = functools.partial(bind, compression, **own)
     new._scale_local = scale_local_gradients
@@ -242,13 +250,13 @@ def _with_keras_variables(tape: Any) -> Any:
 # -- single tensors ---------------------------------------------------------------------------
 
 #: by what was asked for; those without a state apart, of which not all are kept
-_by_name: dict[Any, Binding] = {}
-_stateless: dict[Any, Binding] = {}
+_by_name: dict[Any, VariableBinding] = {}
+_stateless: dict[Any, VariableBinding] = {}
 
 
 def _binding_for(
     runtime: Runtime, compression: Any, tensors: Sequence[Any], name: str | None, **options: Any
-) -> Binding:
+) -> VariableBinding:
     """Return the binding of a method for these tensors, which are exchanged together."""
     check_context()
     method = as_fixed(compression)
@@ -280,9 +288,9 @@ def _binding_for(
         groups = [list(range(len(slots)))] if len(slots) > 1 else None
         with tf.init_scope():
             shared = HorovodOptions.checked(runtime.hvd, method, groups=groups, **options)
-            binding = Binding(runtime, method, slots, shared)
+            binding = VariableBinding(runtime, method, slots, shared)
         # Nothing is in flight between calls: nobody knows whether there will be another.
-        Binding.alive.discard(binding)
+        VariableBinding.alive.discard(binding)
         # Their graphs are worth keeping, within limits.
         if not remembers and len(_stateless) >= 100:
             _stateless.pop(next(iter(_stateless)))

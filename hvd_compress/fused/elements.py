@@ -32,7 +32,7 @@ from hvd_compress.fused.top_k import (
     message_of,
     part_of,
 )
-from hvd_compress.kernels import Column, Selection, Steps
+from hvd_compress.kernels import Column, Steps, TopKSelection
 from hvd_compress.kernels.codecs import all_finite
 from hvd_compress.operators import Selector, top_k
 from hvd_compress.operators.at_random import random_k, shared_generator
@@ -127,9 +127,9 @@ class ElementsPlan(SomePlan):
         is_known = form.is_known(step)
         self.counts = [k if is_known else None for k in self.weights]
         pairs = zip(self.sizes, self.weights, strict=True)
-        self._selections: list[Selection] = []
+        self._selections: list[TopKSelection] = []
         if isinstance(form.select, top_k):
-            self._selections = [Selection([n], [k]) for n, k in pairs]
+            self._selections = [TopKSelection([n], [k]) for n, k in pairs]
         self._message = message_of(form.values, form.indices, sum(self.sizes), self.counts)
         self.requests = [gather_of(self._message)]
         self._starts = np.cumsum([0, *self.sizes[:-1]])

@@ -36,7 +36,7 @@ from hvd_compress.fused.in_place import (
     spare_memory,
 )
 from hvd_compress.fused.on_device import gathered
-from hvd_compress.kernels import Column, Selection, Steps, add_up, loops, loops_of
+from hvd_compress.kernels import Column, Steps, TopKSelection, add_up, loops, loops_of
 from hvd_compress.operators import Selector, top_k
 from hvd_compress.requests import Gather, Request
 from hvd_compress.times import begin_phase
@@ -111,7 +111,7 @@ class TopKPlan(InPlacePlan):
         super().__init__(form, specs, key, step)
         self.keys = form.keys
         self._spares = spare_memory()
-        self._selection = Selection(self.sizes, self.weights)
+        self._selection = TopKSelection(self.sizes, self.weights)
         self._message = message_of(form.values, form.indices, sum(self.sizes), self.weights)
         self.requests = [gather_of(self._message)]
 

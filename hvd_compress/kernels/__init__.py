@@ -35,8 +35,8 @@ from hvd_compress.kernels.arrays import (
 __all__ = [
     "Column",
     "Selected",
-    "Selection",
     "Steps",
+    "TopKSelection",
     "add_up",
     "addresses",
     "crc32",
@@ -100,7 +100,7 @@ def threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Selection:
+class TopKSelection:
     """See :class:`hvd_compress.kernels.reference.Selection`; its arrays may be of any library, in
     host memory.  A selection remembers the last step's thresholds, which makes it faster and
     changes no result."""

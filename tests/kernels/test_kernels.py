@@ -116,7 +116,7 @@ def test_selections_are_those_of_numpy(sizes, kinds, momentum, nesterov, density
     another."""
     random = np.random.default_rng(seed)
     counts = [max(1, int(n * density)) for n in sizes]
-    fast, plain = kernels.Selection(sizes, counts), reference.Selection(sizes, counts)
+    fast, plain = kernels.TopKSelection(sizes, counts), reference.Selection(sizes, counts)
     for step in range(4):
         kind = kinds[step % len(kinds)]
         steps = steps_of(random, sizes, kind, offset, momentum=momentum is not None)
@@ -132,7 +132,7 @@ def test_selections_are_those_of_numpy(sizes, kinds, momentum, nesterov, density
 def test_elements_of_arrays_as_they_are(kind):
     """Without momentum and residuals."""
     random, sizes = np.random.default_rng(0), [70_000, 300]
-    loops = kernels.Selection(sizes, [40, 7]), reference.Selection(sizes, [40, 7])
+    loops = kernels.TopKSelection(sizes, [40, 7]), reference.Selection(sizes, [40, 7])
     for _ in range(3):
         steps = Steps(Column([drawn(random, n, kind) for n in sizes]))
         own, expected = (selection.select(steps, None, False) for selection in loops)
@@ -150,7 +150,7 @@ def test_a_wrong_prediction_changes_nothing(scales, n, seed):
     """Gradients that grow and shrink from step to step."""
     random = np.random.default_rng(seed)
     k = n // 100
-    fast = kernels.Selection([n], [k])
+    fast = kernels.TopKSelection([n], [k])
     for scale in scales:
         steps = steps_of(random, [n], "normal", 0, momentum=False)
         ((gradient, residual, *_),) = steps.rows()
@@ -168,7 +168,7 @@ def test_zeros_are_never_listed(others):
     n, k = 4_000_000, 100
     gradient, residual, new = (np.full(n, x, np.float32) for x in (0, 0, 7))
     gradient[1::70_000][:others] = 3
-    selection = kernels.Selection([n], [k])
+    selection = kernels.TopKSelection([n], [k])
     before = resident()
     for _ in range(2):
         found = selection.select(Steps.of([(gradient, residual, new)]), None)
@@ -190,7 +190,7 @@ def test_threads_change_nothing(threads, monkeypatch):
         monkeypatch.setattr(kernels, "threads", lambda number=number: number)
         random = np.random.default_rng(3)
         sizes = [200_000, 70_000, 5, 300_000]
-        selection = kernels.Selection(sizes, [50, 700, 1, 300_000])
+        selection = kernels.TopKSelection(sizes, [50, 700, 1, 300_000])
         for _ in range(3):
             steps = steps_of(random, sizes, "ties", 0, momentum=True)
             own = selection.select(steps, 0.9)
@@ -296,7 +296,7 @@ def test_without_a_compiler_numpy_serves_and_says_so_once(monkeypatch, caplog):
     try:
         with caplog.at_level("WARNING", "hvd_compress"):
             for _ in range(2):
-                selection = kernels.Selection([6], [2])
+                selection = kernels.TopKSelection([6], [2])
                 x = np.array([1, -5, 2, 0, 4, 3], np.float32)
                 found = selection.select(Steps.of([(x, np.zeros_like(x), x.copy())]), None)
         (record,) = caplog.records

@@ -167,7 +167,7 @@ def test_a_pass_that_cannot_begin_puts_nothing_back(method, monkeypatch):
     def fails(*arguments):
         raise MemoryError
 
-    monkeypatch.setattr(kernels.Selection, "select", fails)
+    monkeypatch.setattr(kernels.TopKSelection, "select", fails)
     rank.bind(feed=fails)
     with pytest.raises(MemoryError):
         next(rank.begun(rank.gradients()))

@@ -21,7 +21,7 @@ from tensorflow import keras
 
 from hvd_compress import BF16, DGC, FP16, LGC, NoCompression, StagedWarmup, TopK
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.tensorflow.optimizer import CompressedOptimizer, Keras3Optimizer
+from hvd_compress.tensorflow.optimizer import Keras3Optimizer, KerasCompressedOptimizer
 from tests.scenarios import applies, horovod_only, oracle
 from tests.scenarios.driver import (
     assert_close,
@@ -339,7 +339,7 @@ def momentum_goes_on_in_the_exchange_and_back() -> None:
 
 def optimizers_with_attributes_of_our_names_are_saved_and_taken_over() -> None:
     """Adam and others call their second moments as a method of ours could be called."""
-    names = {name for cls in (Keras3Optimizer, CompressedOptimizer) for name in vars(cls)}
+    names = {name for cls in (Keras3Optimizer, KerasCompressedOptimizer) for name in vars(cls)}
     for name, cls in sorted(vars(keras.optimizers).items()):
         if not isinstance(cls, type) or not issubclass(cls, keras.optimizers.Optimizer):
             continue
@@ -606,16 +606,16 @@ def schedules_by_epoch_need_epochs() -> None:
 @horovod_only
 @applies(least=2)  # alone, nothing travels
 def a_damaged_message_is_an_error() -> None:
-    from hvd_compress.tensorflow.engine import HorovodEngine
+    from hvd_compress.tensorflow.engine import HorovodGraphEngine
 
-    honest = HorovodEngine._launch
+    honest = HorovodGraphEngine._launch
 
     def damage(self, op):
         return honest(self, op._replace(tensor=op.tensor ^ tf.constant(16, tf.uint8)))
 
     variable = tf.Variable(tf.random.stateless_normal([64, 64], [hvd.rank(), 1]))
     if hvd.rank() == 1:
-        HorovodEngine._launch = damage
+        HorovodGraphEngine._launch = damage
     try:
         for loss in (lambda v: v**2, lambda v: tf.gather(v, [1, 5]) ** 2):
             with tf.GradientTape() as tape:
@@ -624,7 +624,7 @@ def a_damaged_message_is_an_error() -> None:
             with raises(tf.errors.OpError, "PayloadError", "rank 1"):
                 tape.gradient(y, [variable])
     finally:
-        HorovodEngine._launch = honest
+        HorovodGraphEngine._launch = honest
 
 
 def what_cannot_work_says_what_to_write() -> None:

@@ -6,7 +6,7 @@ import tensorflow as tf
 import tf_keras
 
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.tensorflow.optimizer import CompressedOptimizer
+from hvd_compress.tensorflow.optimizer import KerasCompressedOptimizer
 from tests.scenarios import oracle
 from tests.scenarios.driver import assert_close, assert_same_everywhere, raises
 from tests.scenarios.driver_tensorflow import HOROVODS, hvd, hvd_keras, model_of
@@ -68,7 +68,7 @@ def without_a_method_it_is_horovods_own() -> None:
     weights = _fit(hvd.DistributedOptimizer(sgd(oracle.LR / hvd.size()), op=hvd.Sum))
     assert_close(weights, oracle.dense(range(6), hvd.size()))
     with environment("topk:density=0.05"):
-        assert isinstance(hvd_keras.DistributedOptimizer(sgd()), CompressedOptimizer)
+        assert isinstance(hvd_keras.DistributedOptimizer(sgd()), KerasCompressedOptimizer)
 
 
 def a_callback_for_methods_has_nothing_to_do_without_one() -> None:

@@ -15,7 +15,7 @@ from hvd_compress.config import check_between, check_choice, check_whole, is_num
 from hvd_compress.errors import ConfigError, MismatchError
 
 from ..distribute import is_tf_keras
-from ..optimizer import CompressedOptimizer, inner_of
+from ..optimizer import KerasCompressedOptimizer, inner_of
 from ..runtime import check_device
 from ..slots import native, variables_of_both
 
@@ -81,10 +81,10 @@ class CompressionCallback(_Callback):
         if synchronize := getattr(self._optimizer(), "synchronize_parameters", None):
             synchronize()
 
-    def _optimizer(self) -> CompressedOptimizer | None:
+    def _optimizer(self) -> KerasCompressedOptimizer | None:
         """Return the optimizer, or ``None`` if it is Horovod's own, which keeps nothing."""
         optimizer = self.model.optimizer
-        if not isinstance(optimizer, CompressedOptimizer):
+        if not isinstance(optimizer, KerasCompressedOptimizer):
             if is_tf_keras(optimizer) and hasattr(optimizer, "register_local_var"):
                 return None
             raise ConfigError(

@@ -34,7 +34,7 @@ _NO_SCALING = (
 )
 
 
-class LocalStepsOptimizer(NotInLossScaling):
+class KerasLocalStepsOptimizer(NotInLossScaling):
     """Mixed into the class of an optimizer: ``apply`` is a local step with what a training method
     does around it.  All ranks take equally many steps, and all steps are on the same variables.
 
@@ -111,7 +111,7 @@ class LocalStepsOptimizer(NotInLossScaling):
         own = [native(v) for v in variables]
         names = [f"{i}.{v.name}" for i, v in enumerate(variables)]
 
-        def run(self: LocalStepsOptimizer, *inputs: tf.Tensor) -> list[tf.Tensor]:
+        def run(self: KerasLocalStepsOptimizer, *inputs: tf.Tensor) -> list[tf.Tensor]:
             before, more = inputs[: len(names)], inputs[len(names) :]
             arrays = {name: _array(x) for name, x in zip(names, before, strict=True)}
             after = function(self.training, dict(arrays), *more)
@@ -190,7 +190,7 @@ def train_locally(
     if optimizer.built:
         raise ConfigError("this optimizer has been used already: pass a new one")
     engine = runtime.eager_engine(process_set, "hvd_compress.local_steps", np.ndarray)
-    new = made_like(optimizer, LocalStepsOptimizer)
+    new = made_like(optimizer, KerasLocalStepsOptimizer)
     new.training, new.may_be_wrapped = Coordinator(method, engine, seed=seed), False
     return new
 

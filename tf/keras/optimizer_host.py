@@ -14,7 +14,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers import Formula, Now
 from hvd_compress.optimizers.base import documented
 
-from ..binding import Binding
+from ..binding import VariableBinding
 from ..optimizer import variables_of
 from ..slots import native
 
@@ -27,7 +27,7 @@ schedule, ``beta_1`` and ``beta_2`` are betas, ``epsilon`` is eps.  ``name`` and
 as ``clipnorm``, are those of every optimizer of Keras."""
 
 
-class FormulaOptimizer(keras.optimizers.Optimizer):
+class KerasFormulaOptimizer(keras.optimizers.Optimizer):
     """Steps by a formula, one variable after the other.
 
     Options are attributes: ``learning_rate``, ``beta_1``, ``beta_2`` and ``epsilon`` by Keras's
@@ -137,12 +137,12 @@ class FormulaOptimizer(keras.optimizers.Optimizer):
         """Do nothing: decay is a part of the formula."""
 
 
-class PartnerOptimizer(FormulaOptimizer):
+class KerasPartnerOptimizer(KerasFormulaOptimizer):
     """An optimizer that knows what its compression returns instead of gradients."""
 
     def __init__(self, *options: Any, **named: Any) -> None:
         super().__init__(*options, **named)
-        self._binding: Binding | None = None
+        self._binding: VariableBinding | None = None
         self._places: dict[int, int] = {}
 
     def compressor(self, **options: Any) -> Any:
@@ -154,7 +154,7 @@ class PartnerOptimizer(FormulaOptimizer):
         """Return the options of the compression that the optimizer determines."""
         return self._formula(0.0, 0.0).compression_options()
 
-    def follow(self, binding: Binding, places: Mapping[int, int]) -> None:
+    def follow(self, binding: VariableBinding, places: Mapping[int, int]) -> None:
         """Take ``binding`` for the one that averages.  Its results may be momenta instead of
         gradients; ``places`` are its slots by the ids of variables.
 

@@ -12,13 +12,13 @@ from hvd_compress import optimizers
 from hvd_compress.errors import ConfigError
 from hvd_compress.optimizers import Now
 
-from ..binding import Binding
+from ..binding import VariableBinding
 from ..saved_state import state_on_disk
 from ..slots import native
-from .optimizer_host import FormulaOptimizer, PartnerOptimizer
+from .optimizer_host import KerasFormulaOptimizer, KerasPartnerOptimizer
 
 
-class LARS(FormulaOptimizer):
+class LARS(KerasFormulaOptimizer):
     """SGD with momentum at large batches, with a learning rate for each layer::
 
         optimizer = hvd.DistributedOptimizer(hvd.LARS(3.2, weight_decay=1e-4), compression=hvd.FP16)
@@ -34,7 +34,7 @@ class LARS(FormulaOptimizer):
     formula = optimizers.LARS
 
 
-class LAMB(FormulaOptimizer):
+class LAMB(KerasFormulaOptimizer):
     """Adam at large batches, with a learning rate for each layer::
 
         optimizer = hvd.DistributedOptimizer(hvd.LAMB(2e-3), compression=hvd.FP16)
@@ -53,7 +53,7 @@ class LAMB(FormulaOptimizer):
     formula = optimizers.LAMB
 
 
-class OneBitAdam(PartnerOptimizer):
+class OneBitAdam(KerasPartnerOptimizer):
     """AdamW that sends its momentum in one bit per element once its variance has settled::
 
         adam = hvd.OneBitAdam(1e-3, freeze_step=20_000)
@@ -111,7 +111,7 @@ class OneBitLAMB(OneBitAdam):
     formula = optimizers.OneBitLAMB
 
 
-class ZeroOneAdam(PartnerOptimizer):
+class ZeroOneAdam(KerasPartnerOptimizer):
     """Adam that sends one bit per element, and later nothing at all in most steps::
 
         adam = hvd.ZeroOneAdam(1e-3, var_freeze_step=20_000)
@@ -135,10 +135,10 @@ class ZeroOneAdam(PartnerOptimizer):
 
     def __init__(self, *options: Any, **named: Any) -> None:
         super().__init__(*options, **named)
-        self._sync: Binding | None = None
+        self._sync: VariableBinding | None = None
         self._synchronizes: Any = None
 
-    def follow(self, binding: Binding, places: Mapping[int, int]) -> None:
+    def follow(self, binding: VariableBinding, places: Mapping[int, int]) -> None:
         if self.use_ema:
             raise ConfigError("use_ema would average weights that differ between ranks: drop it")
         super().follow(binding, places)

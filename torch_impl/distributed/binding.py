@@ -68,7 +68,7 @@ def changed_since(everyone: Iterable[Watched]) -> list[torch.nn.Parameter]:
     ]
 
 
-class Binding(Controls):
+class ParameterBinding(Controls):
     """Hands the gradients of one optimizer to a reducer, and writes back what comes.
 
     Users get it as ``optimizer.compression``: ``stats()``, ``set_epoch(epoch)``,

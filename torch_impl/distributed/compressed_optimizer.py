@@ -34,7 +34,7 @@ from ..parameters import (
 from ..state import checkpoint
 from ..state.momentum import check_group
 from ..state.optimizer_host import loss_of
-from .binding import Binding, Watched, changed_since
+from .binding import ParameterBinding, Watched, changed_since
 
 #: optimizers that exchange gradients; as many as there are references to them elsewhere
 bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()
@@ -61,7 +61,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     (True, tensor([2.4000, 1.0000]), {'compression.residual': tensor([0., 2.])})
     """
 
-    compression: Binding
+    compression: ParameterBinding
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -95,7 +95,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._groups = split_into_groups(options.groups, self._trained())
         self._group_of = {p: group for group in self._groups or () for p in group}
 
-    def begin(self, compression: Binding) -> None:
+    def begin(self, compression: ParameterBinding) -> None:
         """Exchange gradients from now on."""
         self.compression = compression
         self._take_charge(self._trained())
@@ -260,7 +260,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # the user's step() calls torch's step hooks
 
     def discard(self) -> None:
-        """Drop the gradients of this step; see :meth:`Binding.discard`."""
+        """Drop the gradients of this step; see :meth:`ParameterBinding.discard`."""
         with self._lock:
             if not self._synchronized:
                 self.synchronize()

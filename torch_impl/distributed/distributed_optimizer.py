@@ -23,7 +23,7 @@ from ..engine import gather_bytes
 from ..parameters import Groups, Parameter, check_groups, names_of_parameters
 from ..state.momentum import check_group, check_sparse_step
 from ..systems.optimizer import check_users, train_locally
-from .binding import Binding
+from .binding import ParameterBinding
 from .compressed_optimizer import CompressedOptimizer
 from .nodes import check_options, over_horovod
 
@@ -154,7 +154,7 @@ def distribute(
     )
     predivide = options.gradient_predivide_factor
     node = None if nodes is None else in_nodes(nodes, predivide)
-    binding = Binding(
+    binding = ParameterBinding(
         distributed,
         method,
         hvd,
