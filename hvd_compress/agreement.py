@@ -143,11 +143,6 @@ def digest(text: bytes) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
-def sampled_weights(elements: Iterable[tuple[str, int, float]]) -> Terms:
-    """Return some elements of the weights as a term: name of the tensor, place and value."""
-    return {WEIGHTS: [f"{name}[{place}] = {value!r}" for name, place, value in elements]}
-
-
 def check(everyone: Sequence[bytes]) -> None:
     """Raise ``MismatchError`` unless the encoded terms of all ranks are equal but for rounding."""
     if not _differ_by_rounding(everyone):

@@ -35,6 +35,4 @@ __all__ += codecs.__all__
 __all__ += operators.__all__
 __all__ += transforms.__all__
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

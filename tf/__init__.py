@@ -11,6 +11,7 @@ For Keras see ``hvd_compress.tensorflow.keras``.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 try:
@@ -49,5 +50,4 @@ def __getattr__(name: str) -> Any:
     return rest_of(_horovod, name, __name__, "TensorFlow")
 
 
-def __dir__() -> list[str]:
-    return names_of(_horovod, __all__)
+__dir__ = functools.partial(names_of, _horovod, __all__)

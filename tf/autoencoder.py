@@ -1,5 +1,5 @@
 """The autoencoder of LGC in TensorFlow, in graphs as well; see
-:class:`hvd_compress.learned.layout.Autoencoder`."""
+:mod:`hvd_compress.learned.numpy_network`."""
 
 from __future__ import annotations
 

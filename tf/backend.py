@@ -30,6 +30,7 @@ where = tf.where
 reshape = tf.reshape
 matmul = tf.matmul
 transpose = tf.linalg.matrix_transpose
+split = tf.split
 stack = tf.stack
 unstack = tf.unstack
 take = tf.gather
@@ -143,10 +144,6 @@ def concat(arrays: list[Array], axis: int = 0) -> Array:
 def end_to_end(arrays: Sequence[Array]) -> Array:
     flat = [x if x.shape.rank == 1 else tf.reshape(x, [-1]) for x in arrays]
     return flat[0] if len(flat) == 1 else tf.concat(flat, 0)
-
-
-def split(x: Array, sizes: Sequence[int]) -> list[Array]:
-    return tf.split(x, list(sizes))
 
 
 def put(x: Array, indices: Array, values: Array | float) -> Array:

@@ -10,6 +10,7 @@ package is imported too: ``import horovod.torch as hvd; from hvd_compress.torch 
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -112,5 +113,4 @@ def __getattr__(name: str) -> Any:
     return rest_of(_horovod, name, __name__, "PyTorch")
 
 
-def __dir__() -> list[str]:
-    return names_of(_horovod, [*__all__, "DistributedOptimizer"])
+__dir__ = functools.partial(names_of, _horovod, [*__all__, "DistributedOptimizer"])

@@ -113,10 +113,7 @@ def note_scale(outputs: Any, factor: float) -> Any:
     def enter(_: torch.Tensor) -> None:
         number = current_pass()
         scaled_passes[number] = _Pass(factor, threading.get_ident(), owner)
-
-        def leave() -> None:
-            scaled_passes.pop(number, None)
-
+        leave: Any = functools.partial(scaled_passes.pop, number, None)
         torch.autograd.Variable._execution_engine.queue_callback(leave)
 
     if outputs.requires_grad:

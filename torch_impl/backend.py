@@ -7,13 +7,13 @@ import importlib
 import logging
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from hvd_compress.backends import EagerBackend, HostFunction, Output
+from hvd_compress.backends import EagerBackend, HostFunction, Output, numpy
 from hvd_compress.errors import UnsupportedError
 
 from .parameters import check_plain
@@ -39,7 +39,16 @@ put_where = torch.Tensor.masked_fill_
 reshape = torch.reshape
 matmul = torch.matmul
 concat = torch.cat
+split = torch.split
+stack = torch.stack
+unstack = torch.unbind
 take = operator.getitem
+
+# With values, these are Python's own.
+put = numpy.put
+add_at = numpy.add_at
+choose = numpy.choose
+either = numpy.either
 
 _HALF = (torch.float16, torch.bfloat16)
 GRADIENTS = (*_HALF, torch.float32, torch.float64)
@@ -167,30 +176,8 @@ def end_to_end(arrays: Sequence[Array]) -> Array:
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).detach()
 
 
-def split(x: Array, sizes: Sequence[int]) -> list[Array]:
-    return list(torch.split(x, list(sizes)))
-
-
-def stack(arrays: Sequence[Array]) -> Array:
-    return torch.stack(tuple(arrays))
-
-
-def unstack(x: Array) -> list[Array]:
-    return list(x.unbind())
-
-
 def sort(x: Array) -> Array:
     return x.sort().values
-
-
-def put(x: Array, indices: Array, values: Array | float) -> Array:
-    x[indices] = values
-    return x
-
-
-def add_at(x: Array, indices: Array, values: Array) -> Array:
-    x[indices] += values
-    return x
 
 
 def cast(x: Array, dtype: str) -> Array:
@@ -221,14 +208,6 @@ def to_bytes(x: Array) -> Array:
 
 def from_bytes(raw: Array, dtype: str, like: Array) -> Array:
     return raw.view(getattr(torch, dtype)).to(like.device)
-
-
-def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
-    return yes() if condition else no()
-
-
-def either(condition: bool, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
-    return yes() if condition else no()
 
 
 def on_host(

@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from hvd_compress.advisor.network import Network, rate_text
 from hvd_compress.advisor.pieces import Messages, Piece, kept
 from hvd_compress.advisor.shapes import MODELS, elements_of
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Compressor, Context, Exchange, Sparse, State
+from hvd_compress.base import Array, Compressor, Sparse
 from hvd_compress.config import check_whole
 from hvd_compress.errors import UnsupportedError
 
@@ -127,20 +127,13 @@ class Auto(Compressor, name="auto"):
         times = f"{_span(seconds[best])} per step against {_span(seconds[other])} with {other}"
         return best, f"{best}, {times} ({where}){note}"
 
-    def _not_itself(self) -> NoReturn:
+    def _not_itself(self, *_: Any) -> Any:
         raise UnsupportedError(
             'compression="auto" sends nothing itself: a Reducer replaces it by the method that it '
             "chooses. Elsewhere write a method, such as the one that hvd-compress advise names"
         )
 
-    def init(self, gradient: Array) -> State:
-        self._not_itself()
-
-    def exchange(self, gradient: Array, state: State, context: Context) -> Exchange:
-        self._not_itself()
-
-    def per_rank(self, gradient: Array) -> frozenset[str]:
-        self._not_itself()
+    init = exchange = per_rank = _not_itself  # type: ignore[assignment]
 
 
 def _scaled(piece: Piece, factor: float) -> Piece:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -103,24 +104,16 @@ def transformer(vocabulary: int, positions: int, width: int, layers: int) -> Sha
     return shapes | norm("norm", width)
 
 
-def bert_base() -> Shapes:
-    """The sizes of BERT-base (Devlin et al., NAACL 2019), without its pooler and heads."""
-    return transformer(30_522, 512, 768, 12)
-
-
-def small_transformer() -> Shapes:
-    """A transformer of 6 layers of 384, for texts of 256 bytes: 10.8 million parameters."""
-    return transformer(256, 256, 384, 6)
-
-
 #: models by the names that users write
 MODELS: dict[str, Callable[[], Shapes]] = {
     "resnet50": resnet50,
     "mobilenet_v2": mobilenet_v2,
-    "small_transformer": small_transformer,
+    # For texts of 256 bytes: 10.8 million parameters.
+    "small_transformer": functools.partial(transformer, 256, 256, 384, 6),
     "ptb_lstm": ptb_lstm,
     "vgg16": vgg16,
-    "bert_base": bert_base,
+    # BERT-base (Devlin et al., NAACL 2019), without its pooler and heads.
+    "bert_base": functools.partial(transformer, 30_522, 512, 768, 12),
 }
 
 

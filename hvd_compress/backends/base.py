@@ -126,20 +126,20 @@ class Backend(Protocol):
     def end_to_end(self, arrays: Sequence[Array]) -> Array:
         """Return arrays of any shape as a flat one; one array alone is not copied."""
 
-    def split(self, x: Array, sizes: Sequence[int]) -> list[Array]:
+    def split(self, x: Array, sizes: list[int], /) -> Sequence[Array]:
         """Return parts of these sizes of a flat array; undoes ``concat``."""
 
-    def stack(self, arrays: Sequence[Array], /) -> Array:
+    def stack(self, arrays: tuple[Array, ...], /) -> Array:
         """Along a new dimension in front."""
 
-    def unstack(self, x: Array, /) -> list[Array]:
+    def unstack(self, x: Array, /) -> Sequence[Array]:
         """Undo ``stack``."""
 
     def take(self, x: Array, indices: Array, /) -> Array: ...
 
-    def put(self, x: Array, indices: Array, values: Array | float) -> Array: ...
+    def put(self, x: Array, indices: Array, values: Array | float, /) -> Array: ...
 
-    def add_at(self, x: Array, indices: Array, values: Array) -> Array:
+    def add_at(self, x: Array, indices: Array, values: Array, /) -> Array:
         """Add at indices that are unique."""
 
     def cast(self, x: Array, dtype: str, /) -> Array: ...
@@ -157,10 +157,10 @@ class Backend(Protocol):
     def from_bytes(self, raw: Array, dtype: str, like: Array) -> Array:
         """Undo ``to_bytes``: flat, on the device of ``like``."""
 
-    def choose(self, condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    def choose(self, condition: Any, yes: Callable[[], Any], no: Callable[[], Any], /) -> Any:
         """``yes()`` if ``condition`` else ``no()``: arrays, or equal nests of them."""
 
-    def either(self, condition: Any, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
+    def either(self, condition: Any, yes: Callable[[], Array], no: Callable[[], Array], /) -> Array:
         """The same of one array each, for little work: a graph does both, and has no branches."""
 
     def on_host(

@@ -31,6 +31,7 @@ scale = operator.mul
 divided = operator.truediv
 sqrt = np.sqrt
 nonzero = np.flatnonzero
+reshape = np.reshape
 matmul = operator.matmul
 concat = np.concatenate
 stack = np.stack
@@ -128,10 +129,6 @@ def kth_largest(x: Array, k: int) -> Array:
     return np.partition(x, n - k)[..., n - k]
 
 
-def reshape(x: Array, shape: tuple[int, ...]) -> Array:
-    return x.reshape(shape)
-
-
 def transpose(x: Array) -> Array:
     return np.swapaxes(x, -1, -2)
 
@@ -206,8 +203,7 @@ def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> An
     return yes() if condition else no()
 
 
-def either(condition: bool, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
-    return yes() if condition else no()
+either = choose
 
 
 def on_host(

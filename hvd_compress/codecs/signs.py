@@ -25,17 +25,13 @@ class Bits(Codec):
     @abc.abstractmethod
     def _loops(self) -> Signs: ...
 
-    @property
-    def _sends_scale(self) -> bool:
-        return isinstance(self._loops.scale, str)
-
     def size(self, n: int, dtype: np.dtype) -> int:
-        return self._sends_scale * dtype.itemsize + full_bytes(n)
+        return isinstance(self._loops.scale, str) * dtype.itemsize + full_bytes(n)
 
     def encode(self, x: np.ndarray, random: np.random.Generator) -> np.ndarray:
         if self._loops.draws_zeros:
             return _packed(x > 0) | drawn_zeros(x, random)
-        if not self._sends_scale:
+        if not isinstance(self._loops.scale, str):
             return _packed(x >= 0)
         if self._loops.scale == "l1":
             scale = total(x, "magnitude") / max(x.size, 1)

@@ -99,7 +99,7 @@ class Ternary(Loops):
         return self.digits._code
 
     @property
-    def feeds(self) -> bool:
+    def feeds(self) -> bool:  # type: ignore[override]
         return self.codec.clip is None
 
     def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:

@@ -164,17 +164,18 @@ def joined(
         rank, size: this rank and the number of ranks.
     """
     while True:
+        # First, since what is asked next may be of another kind.
+        if batch := [member for member in members if isinstance(member.request, Batch)]:
+            replies = Batch.answers([member.request for member in batch])
+            for member, reply in zip(batch, replies, strict=True):
+                member.advance(reply)
+            continue
         kinds: dict[Hashable, list[TensorExchange]] = {}
         for member in members:
             if member.request is not None:
                 kinds.setdefault(member.request.kind, []).append(member)
         if not kinds:
             return {member.name: member.outcome for member in members if member.outcome is not None}
-        if batch := kinds.get(Batch):  # first, since what is asked next may be of another kind
-            replies = Batch.answers([member.request for member in batch])
-            for member, reply in zip(batch, replies, strict=True):
-                member.advance(reply)
-            continue
         for group in kinds.values():
             is_joint = isinstance(group[0].request, Joint)
             yield from (_joint if is_joint else _collective)(group, rank, size)

@@ -305,9 +305,8 @@ class NamedEngine(Comparing, Engine, abc.ABC):
     def _sum(self, op: Op) -> Generator[Op, Any, Array]:
         return (yield op)
 
-    def _sum_bfloat16(self, op: Op) -> Generator[Op, Any, Array]:
-        """For libraries that cannot add bfloat16."""
-        return (yield op)
+    #: some libraries cannot add it
+    _sum_bfloat16 = _sum
 
 
 _WAYS: dict[type[Collective], Callable[..., Generator[Op, Any, Any]]] = {
@@ -320,11 +319,12 @@ _WAYS: dict[type[Collective], Callable[..., Generator[Op, Any, Any]]] = {
 }
 
 
+@dataclasses.dataclass(eq=False)
 class _Generation:
     """The engines over one set of workers, as far as they have been used."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.used = size, 0
+    size: int
+    used: int = 0
 
 
 class ProcessSetEngine(NamedEngine):

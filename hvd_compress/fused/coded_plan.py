@@ -128,7 +128,7 @@ class CodedPlan(StagedPlan):
         if not is_whole:
             shards = [[*shards_of(n, self.size, codec.unit(n))] for codec, n in pairs]
         # Owners feed back what they leave out, whether a transform does or not.
-        if form.stages.feeds_back or not is_whole:
+        if any(t.feeds_back for t in form.stages.transforms) or not is_whole:
             for codec, own in zip(self.codecs, shards, strict=True):
                 codec.check_feedback(max(shard.stop - shard.start for shard in own))
         columns = list(zip(*shards, strict=True))

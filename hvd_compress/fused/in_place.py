@@ -64,6 +64,8 @@ class InPlaceForm(abc.ABC):
     makes_sparse: ClassVar[bool] = False
     #: half precisions are taken, too, widened to float32
     takes_halves: ClassVar[bool] = False
+    #: see :class:`hvd_compress.base.Outcome`
+    additive: ClassVar[bool] = True
     #: transforms without a state that come first
     before: tuple[Transform, ...]
 
@@ -94,10 +96,6 @@ class InPlaceForm(abc.ABC):
     def takes(self, x: Array) -> bool:
         """Return whether a flat float32 array is in memory that this form is for."""
         return is_on_host(x)
-
-    @property
-    def additive(self) -> bool:
-        return True
 
     @abc.abstractmethod
     def weight(self, context: Context) -> int | None:

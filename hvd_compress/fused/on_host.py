@@ -57,7 +57,8 @@ class Memory:
         except IndexError:
             whole = np.empty(n + _ALIGNMENT // 4, np.float32)
             self.nbytes += whole.nbytes
-            known = _aligned(whole, n)
+            start = -whole.ctypes.data % _ALIGNMENT // whole.itemsize
+            known = whole[start : start + n]
         taken = np.frombuffer(known.data, np.float32)
         number = id(taken)
 
@@ -106,11 +107,6 @@ def _two_at_once() -> ConfigError:
         "the other: call the tf.function from one thread, or hold one threading.Lock() around "
         "every call; for models that train apart make an optimizer, or hvd.bind, for each"
     )
-
-
-def _aligned(array: np.ndarray, n: int) -> np.ndarray:
-    start = -array.ctypes.data % _ALIGNMENT // array.itemsize
-    return array[start : start + n]
 
 
 def exchange_on_host(

@@ -62,14 +62,6 @@ class Stages:
         return any(map(_finishes, self.transforms))
 
     @property
-    def additive(self) -> bool:
-        return all(transform.additive for transform in self.transforms)
-
-    @property
-    def feeds_back(self) -> bool:
-        return any(transform.feeds_back for transform in self.transforms)
-
-    @property
     def only_feeds_back(self) -> bool:
         """Whether all that is made of what was sent is to take it off a residual."""
         return len(self.transforms) == 1 and type(self.transforms[0]) is error_feedback
@@ -143,8 +135,8 @@ class StagedForm(InPlaceForm):
         return None if stages is None else cls(*stages, *exchange)
 
     @property
-    def additive(self) -> bool:
-        return self.stages.additive
+    def additive(self) -> bool:  # type: ignore[override]
+        return all(transform.additive for transform in self.stages.transforms)
 
 
 class StagedPlan(InPlacePlan):

@@ -110,19 +110,16 @@ class BuildPlan:
 
 def standard_of(torch: str | None) -> int:
     """Return the standard of C++ that the headers of that version of PyTorch want."""
-    return 20 if torch and _is_from(torch, FIRST_CPP20) else 17
+    return 20 if torch and _release(torch) >= _release(FIRST_CPP20) else 17
 
 
-def _is_from(version: str, first: str) -> bool:
-    def numbers(text: str) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", text)[:2]]
-
-    return numbers(version) >= numbers(first)
+def _release(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def untried(torch: str | None) -> str | None:
     """Return what is to be known of a build with a PyTorch that is newer than those tried."""
-    if torch is None or not _is_from(torch, FIRST_UNTRIED):
+    if torch is None or _release(torch) < _release(FIRST_UNTRIED):
         return None
     return f"Horovod {VERSION} has not been built with PyTorch {torch} yet"
 

@@ -11,7 +11,7 @@ import abc
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,20 +27,15 @@ _FEW = 1024
 class Loops(abc.ABC):
     """The compiled loops of a codec."""
 
+    #: random numbers are taken, one per element
+    draws: ClassVar[bool] = False
+    #: ``encode`` is all in the compiled module, and so there is ``feed``
+    feeds: ClassVar[bool] = True
+
     @property
     @abc.abstractmethod
     def _code(self) -> Any:
         """The code as the compiled module knows it."""
-
-    @property
-    def draws(self) -> bool:
-        """Whether random numbers are taken, one per element."""
-        return False
-
-    @property
-    def feeds(self) -> bool:
-        """Whether ``encode`` is all in the compiled module, and so there is ``feed``."""
-        return True
 
     def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:
         """Write the code of ``x`` to ``out`` (uint8)."""
@@ -118,7 +113,7 @@ class Digits(Loops):
         return native.codecs.Digits(rule, table, self.zero, self.unit)
 
     @property
-    def draws(self) -> bool:
+    def draws(self) -> bool:  # type: ignore[override]
         return self.kind not in ("linear", "float8")
 
 
@@ -131,7 +126,7 @@ class Natural(Loops):
         return native.codecs.Natural(self.biased)
 
     @property
-    def draws(self) -> bool:
+    def draws(self) -> bool:  # type: ignore[override]
         return not self.biased
 
 
@@ -155,7 +150,7 @@ class Signs(Loops):
         return native.codecs.Signs(-1, self.scale)
 
     @property
-    def feeds(self) -> bool:
+    def feeds(self) -> bool:  # type: ignore[override]
         return not self.draws_zeros
 
     def encode(self, x: np.ndarray, random: np.random.Generator, out: np.ndarray) -> None:

@@ -1,7 +1,7 @@
 """LGC, whose autoencoder the ranks train on their gradients and then send latents of.
 
-A network is a module with the functions of :class:`~hvd_compress.learned.layout.Autoencoder`;
-each framework has its own.  All weights are one flat array that begins alike everywhere, so that
+A network is a module with the functions of :mod:`hvd_compress.learned.numpy_network`; each
+framework has its own.  All weights are one flat array that begins alike everywhere, so that
 frameworks can be compared, and checkpoints loaded by another one.
 """
 

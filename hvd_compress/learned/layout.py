@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,29 +46,6 @@ DECODER = (Layer(4, 32, 3, 2), Layer(32, 64, 3, 2), Layer(64, 128, 3, 2), Layer(
 SLOPE = 0.01
 #: fewer values than this have no latent
 LEAST = 31
-
-
-class Autoencoder(Protocol):
-    """Functions of the flat ``weights``; batches of values are (batch, n), of latents
-    (batch, ``latent_size(n)``).  All have the dtype of the weights.
-
-    Decoding, which has to give the same bits on all ranks, is not among them: that is NumPy's.
-    """
-
-    def encode(self, weights: Array, values: Array) -> Array: ...
-
-    def gradient(
-        self, weights: Array, values: Array, innovations: Array | None, leader: Any
-    ) -> tuple[Array, Array]:
-        """Return ``(gradient, decoded)`` of the loss of one batch, a row per rank.
-
-        Without innovations decoded is one row, from the mean of all latents, and the loss its mean
-        squared distance from the mean of ``values``.
-
-        With them all rows are decoded from the latent of row ``leader``.  The loss is half the sum
-        of their mean squared distances from ``values``, and half that of the distances between
-        latents.  The latter are those of each two rows (i, j), (j, i).
-        """
 
 
 def last_layer(innovation: bool) -> Layer:

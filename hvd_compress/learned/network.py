@@ -19,8 +19,8 @@ _MODULES = {
 
 
 def network_of(x: Array) -> Any:
-    """Return the module with the functions of :class:`~hvd_compress.learned.layout.Autoencoder`
-    for arrays such as ``x``: NumPy's, or the framework's that the array belongs to."""
+    """Return the network for arrays such as ``x``: NumPy's, or that of the framework that the array
+    belongs to."""
     return importlib.import_module(_MODULES[library_of(type(x))])
 
 
@@ -50,7 +50,8 @@ def encoded(nn: Layers, weights: Array, values: Array) -> Array:
 def loss(
     nn: Layers, weights: Array, values: Array, innovations: Array | None, leader: Any
 ) -> tuple[Array, Array]:
-    """Return ``(loss, decoded)``; see :class:`~hvd_compress.learned.layout.Autoencoder`."""
+    """Return ``(loss, decoded)``; see
+    :func:`hvd_compress.learned.numpy_network.gradient`."""
     xp = backend_of(weights)
     encoder, decoders = unpacked(weights, xp.size(weights), innovations is not None, xp.reshape)
     ranks, n = xp.shape(values)

@@ -1,6 +1,11 @@
 """The autoencoder in NumPy, derivatives by hand: the reference for the frameworks' networks.
 
-Arrays are (batch, length, channels).  A convolution and its transpose are each other's derivative.
+These have the same functions of the flat ``weights``, :func:`encode` and :func:`gradient`.  Batches
+of values are (batch, n), of latents (batch, ``latent_size(n)``), all in the dtype of the weights.
+Decoding has to give the same bits on all ranks, so there is one for all, :func:`decode`.
+
+Inside, arrays are (batch, length, channels).  A convolution and its transpose are each other's
+derivative.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ Backward = Callable[[Array], tuple[Array, Array, Array]]
 
 
 def encode(weights: Array, values: Array) -> Array:
+    """Return the latents of a batch of values."""
     encoder = unpacked(weights, weights.size, False, np.reshape).encoder
     return _forward(values[:, :, None], ENCODER, encoder, _convolved)[0].reshape(len(values), -1)
 
@@ -45,6 +51,15 @@ def decode(
 def gradient(
     weights: Array, values: Array, innovations: Array | None, leader: int
 ) -> tuple[Array, Array]:
+    """Return ``(gradient, decoded)`` of the loss of one batch, a row per rank.
+
+    Without innovations decoded is one row, from the mean of all latents, and the loss its mean
+    squared distance from the mean of ``values``.
+
+    With them all rows are decoded from the latent of row ``leader``.  The loss is half the sum of
+    their mean squared distances from ``values``, and half that of the distances between latents.
+    The latter are those of each two rows (i, j), (j, i).
+    """
     encoder, decoders = unpacked(weights, weights.size, innovations is not None, np.reshape)
     ranks, n = values.shape
     latents, back = _forward(values[:, :, None], ENCODER, encoder, _convolved)

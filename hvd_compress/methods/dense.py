@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import converted
@@ -13,7 +14,22 @@ from hvd_compress.methods.rows import checked_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class NoCompression(Chained, name="none"):
+class _Dense(Chained):
+    """The base of these methods."""
+
+    #: in which elements are sent
+    wire: ClassVar[str]
+
+    algorithm: str | None = None
+    rows: str = dataclasses.field(default="whole", metadata=converted(checked_rows))
+
+    @functools.cached_property
+    def blocks(self) -> Chain:
+        return chain(via=allreduce(self.wire, algorithm=self.algorithm))
+
+
+@dataclasses.dataclass(frozen=True)
+class NoCompression(_Dense, name="none"):
     """Send gradients uncompressed: 32 bits per element, 16 for half-precision gradients.  No
     state::
 
@@ -27,16 +43,11 @@ class NoCompression(Chained, name="none"):
     array([2.5, 1.5])
     """
 
-    algorithm: str | None = None
-    rows: str = dataclasses.field(default="whole", metadata=converted(checked_rows))
-
-    @functools.cached_property
-    def blocks(self) -> Chain:
-        return chain(via=allreduce(wire="gradient", algorithm=self.algorithm))
+    wire = "gradient"
 
 
 @dataclasses.dataclass(frozen=True)
-class FP16(Chained, name="fp16"):
+class FP16(_Dense, name="fp16"):
     """Send gradients in IEEE half precision: 16 bits per element, in sparse gradients too.  No
     state::
 
@@ -57,17 +68,13 @@ class FP16(Chained, name="fp16"):
     """
 
     reference = "IEEE 754"
+    wire = "float16"
 
-    algorithm: str | None = None
     rows: str = dataclasses.field(default="float16", metadata=converted(checked_rows))
-
-    @functools.cached_property
-    def blocks(self) -> Chain:
-        return chain(via=allreduce(wire="float16", algorithm=self.algorithm))
 
 
 @dataclasses.dataclass(frozen=True)
-class BF16(Chained, name="bf16"):
+class BF16(_Dense, name="bf16"):
     """Send gradients in bfloat16: 16 bits per element, in sparse gradients too.  No state::
 
         compression=hvd.BF16()
@@ -85,10 +92,6 @@ class BF16(Chained, name="bf16"):
     """
 
     reference = "Kalamkar et al., 2019"
+    wire = "bfloat16"
 
-    algorithm: str | None = None
     rows: str = dataclasses.field(default="bfloat16", metadata=converted(checked_rows))
-
-    @functools.cached_property
-    def blocks(self) -> Chain:
-        return chain(via=allreduce(wire="bfloat16", algorithm=self.algorithm))

@@ -14,7 +14,6 @@ from hvd_compress.base import (
     Array,
     Compressor,
     Context,
-    Encoded,
     Exchange,
     Outcome,
     Place,
@@ -23,7 +22,7 @@ from hvd_compress.base import (
 from hvd_compress.chain import Chain, chain
 from hvd_compress.codecs import scaled_sign
 from hvd_compress.config import checked, choice, converted, is_whole, numbers
-from hvd_compress.errors import ConfigError, UnsupportedError
+from hvd_compress.errors import ConfigError
 from hvd_compress.meetings import allreduce, alltoall, dense_until
 from hvd_compress.methods.chained import Chained, check_min_size
 from hvd_compress.methods.composed import Partition, rule
@@ -211,8 +210,7 @@ class ZeroOneAdamCompression(Chained, name="zero_one_adam"):
         chain = self.chain(gradient, context) if phase == "one_bit" else self._whole
         return chain.place(gradient, context)
 
-    def encode(self, gradient: Array, state: State, context: Context) -> Encoded:
-        raise UnsupportedError(f"{self.name} takes all ranks to know what is sent")
+    encode = Compressor.encode
 
     @functools.cached_property
     def _one_bit(self) -> Chain:

@@ -41,6 +41,7 @@ from hvd_compress.config import check_fraction
 from hvd_compress.errors import ConfigError
 from hvd_compress.operators.top_k import count
 from hvd_compress.requests import Gather, Request
+from hvd_compress.requests.dense import itemsize
 from hvd_compress.wire.rows import decode_rows, encode_rows
 
 _HALVES = ("float16", "bfloat16")
@@ -195,11 +196,6 @@ def rows_state(method: Compressor, gradient: Array) -> State:
         return {}
     xp = backend_of(gradient)
     return {"residual": xp.zeros(xp.size(gradient), xp.widen(gradient[:0]))}
-
-
-def itemsize(dtype: str) -> int:
-    """Return the bytes of a number; NumPy does not know bfloat16."""
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 class Averaged(NamedTuple):

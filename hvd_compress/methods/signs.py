@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from typing import ClassVar
 
 from hvd_compress import codecs
 from hvd_compress.chain import Chain, chain
@@ -17,8 +18,26 @@ from hvd_compress.schedules import Start, as_start
 from hvd_compress.transforms import error_feedback, majority_vote, moving_average
 
 
+class _BySigns(Chained):
+    """The base of methods that step along signs, as far for small gradients as for large ones."""
+
+    #: a learning rate that trains where 0.05 is that of SGD
+    rate: ClassVar[float]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        warnings.warn(
+            f"{self.name} moves every weight by the whole learning rate in every step. Use one "
+            f"some hundred times smaller than SGD's: lr={self.rate} instead of 0.05, falling "
+            "towards the end. Then silence this by warnings.simplefilter('ignore', "
+            "hvd_compress.NeedsTuning). efsignsgd trains with SGD's own learning rate",
+            NeedsTuning,
+            stacklevel=3,
+        )
+
+
 @dataclasses.dataclass(frozen=True)
-class SignSGD(Chained, name="signsgd"):
+class SignSGD(_BySigns, name="signsgd"):
     """Send the sign of each element, and step along the majority: +1, -1, or 0 for a tie::
 
         compression=hvd.SignSGD()
@@ -36,10 +55,7 @@ class SignSGD(Chained, name="signsgd"):
     """
 
     reference = "Bernstein et al., ICML 2018"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _warn(self.name, 0.0002)
+    rate = 0.0002
 
     @functools.cached_property
     def blocks(self) -> Chain:
@@ -47,7 +63,7 @@ class SignSGD(Chained, name="signsgd"):
 
 
 @dataclasses.dataclass(frozen=True)
-class Signum(Chained, name="signum"):
+class Signum(_BySigns, name="signum"):
     """Send the signs of each rank's momentum, and step along the majority as :class:`SignSGD`
     does::
 
@@ -68,29 +84,15 @@ class Signum(Chained, name="signum"):
     """
 
     reference = "Bernstein et al., ICLR 2019"
+    rate = 0.0005
 
     momentum: float | None = None
     nesterov: bool | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _warn(self.name, 0.0005)
 
     @functools.cached_property
     def blocks(self) -> Chain:
         average = moving_average(self.momentum, self.nesterov)
         return chain(average, majority_vote(), via=allgather(codecs.sign()))
-
-
-def _warn(method: str, rate: float) -> None:
-    warnings.warn(
-        f"{method} moves every weight by the whole learning rate in every step. Use one some "
-        f"hundred times smaller than SGD's: lr={rate} instead of 0.05, falling towards the end. "
-        "Then silence this by warnings.simplefilter('ignore', hvd_compress.NeedsTuning). "
-        "efsignsgd trains with SGD's own learning rate",
-        NeedsTuning,
-        stacklevel=4,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

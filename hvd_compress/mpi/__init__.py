@@ -60,5 +60,4 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"hvd_compress.systems.{_SYSTEMS[name]}"), name)
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

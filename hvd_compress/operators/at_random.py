@@ -12,9 +12,9 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.config import converted
-from hvd_compress.operators.base import Classes, Selector
-from hvd_compress.operators.top_k import count
-from hvd_compress.schedules import Density, as_density, density_at
+from hvd_compress.operators.base import Classes
+from hvd_compress.operators.top_k import DensitySelector
+from hvd_compress.schedules import Density, as_density
 
 
 def shared_generator(context: Context) -> np.random.Generator:
@@ -37,7 +37,7 @@ def _generator(label: str) -> np.random.Generator:
 
 
 @dataclasses.dataclass(frozen=True)
-class random_k(Selector, name="random_k"):
+class random_k(DensitySelector, name="random_k"):
     """k = ceil(density * n) elements at random, the same ones on all ranks, others in every step.
 
     They are drawn by a generator that is keyed by seed, step and name of the tensor, so no indices
@@ -55,13 +55,6 @@ class random_k(Selector, name="random_k"):
     """
 
     density: Density = dataclasses.field(default=0.01, metadata=converted(as_density))
-
-    def count(self, n: int, context: Context) -> int:
-        return count(n, density_at(self.density, context.step, context.epoch))
-
-    def kept(self, d: int, context: Context) -> float:
-        """Return k/d: every element is drawn with that probability."""
-        return self.count(d, context) / d
 
     def scaled_classes(self, d: int, context: Context | None = None) -> Classes:
         """Return the constants of the selected elements scaled by d/k: unbiased, with a second

@@ -27,7 +27,22 @@ _HITS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class top_k(Selector, name="top_k"):
+class DensitySelector(Selector):
+    """The base of operators that select k = ceil(density * n) elements."""
+
+    density: Density
+
+    def count(self, n: int, context: Context) -> int:
+        return count(n, density_at(self.density, context.step, context.epoch))
+
+    def kept(self, d: int, context: Context) -> float:
+        """Return k/d: the k largest elements have at least that share, and exactly that if all are
+        equally large.  At random, every element is drawn with that probability."""
+        return self.count(d, context) / d
+
+
+@dataclasses.dataclass(frozen=True)
+class top_k(DensitySelector, name="top_k"):
     """The k = ceil(density * n) elements of largest magnitude; of equal ones the first.
 
     The selection is a function of the values alone, the same in all frameworks and on all devices.
@@ -44,14 +59,6 @@ class top_k(Selector, name="top_k"):
     """
 
     density: Density = dataclasses.field(default=0.001, metadata=converted(as_density))
-
-    def count(self, n: int, context: Context) -> int:
-        return count(n, density_at(self.density, context.step, context.epoch))
-
-    def kept(self, d: int, context: Context) -> float:
-        """Return k/d: the k largest elements have at least that share, and exactly that if all are
-        equally large."""
-        return self.count(d, context) / d
 
     def select(self, x: Array, k: int | None, context: Context) -> Array:
         assert k is not None

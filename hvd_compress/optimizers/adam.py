@@ -17,6 +17,7 @@ MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq"))
 class AdamFormula(Formula):
     """Momentum m, ``exp_avg``, and variance v, ``exp_avg_sq``."""
 
+    not_negative: ClassVar[tuple[str, ...]] = ("lr", "eps", "weight_decay")
     slots: ClassVar[tuple[Slot, ...]] = MOMENTS
     counts: ClassVar[tuple[str, ...]] = ("step",)
 
@@ -29,7 +30,7 @@ class AdamFormula(Formula):
         super().__post_init__()
 
     def check(self, names: Mapping[str, str]) -> None:
-        self.check_not_negative(names, "lr", "eps", "weight_decay")
+        super().check(names)
         check_options(
             {names.get("betas", "betas"): self.betas},
             lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),

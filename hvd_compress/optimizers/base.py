@@ -93,6 +93,8 @@ class Formula(abc.ABC):
     (array([[2.01, 3.01]]), ['velocity'])
     """
 
+    #: options that are 0 or more, and finite
+    not_negative: ClassVar[tuple[str, ...]] = ("lr",)
     #: the state of a parameter
     slots: ClassVar[tuple[Slot, ...]] = ()
     #: what of :class:`Now` is counted for a parameter, and saved with its state
@@ -112,11 +114,8 @@ class Formula(abc.ABC):
         Args:
             names: those of options that are called otherwise in a framework.
         """
-        self.check_not_negative(names, "lr")
-
-    def check_not_negative(self, names: Mapping[str, str], *options: str) -> None:
-        """Raise ``ConfigError`` unless all these options are 0 or more, and finite."""
-        check_not_negative(**{names.get(name, name): getattr(self, name) for name in options})
+        options = {names.get(name, name): getattr(self, name) for name in self.not_negative}
+        check_options(options, lambda value: 0 <= value < math.inf, "0 or more")
 
     def options(self) -> dict[str, Any]:
         """Return all options by name."""
@@ -185,14 +184,6 @@ def quotient(xp: Any, numerator: Any, denominator: Any, *norms: Any) -> Any:
     for norm in norms[1:]:
         positive = positive & (norm > 0)
     return xp.where(positive, numerator / xp.where(positive, denominator, 1.0), 1.0)
-
-
-def check_not_negative(**options: Any) -> None:
-    check_options(options, lambda value: 0 <= value < math.inf, "0 or more")
-
-
-def check_positive(**options: Any) -> None:
-    check_options(options, lambda value: 0 < value < math.inf, "greater than 0")
 
 
 def check_options(options: Mapping[str, Any], is_good: Any, words: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from hvd_compress.backends import Array, backend_of
 from hvd_compress.optimizers.base import Formula, Now, Slot, State, quotient
@@ -35,15 +34,13 @@ class LARS(Formula):
     array([[2.7, 3.6]])
     """
 
+    not_negative = ("lr", "momentum", "weight_decay", "trust_coefficient")
     slots = (Slot("velocity"),)
 
     lr: float = 1.0
     momentum: float = 0.9
     weight_decay: float = 0.0
     trust_coefficient: float = 0.001
-
-    def check(self, names: Mapping[str, str]) -> None:
-        self.check_not_negative(names, "lr", "momentum", "weight_decay", "trust_coefficient")
 
     def update(self, w: Array, g: Array, state: State, now: Now) -> tuple[Array, State]:
         xp, rate, decay = backend_of(w), self.lr, 0.0

@@ -71,8 +71,9 @@ class OneBitLAMB(OneBitAdam):
         check_options({"factor_threshold": threshold}, lambda x: 0 < x < 1, "in (0, 1)")
 
     def update(self, w: Array, g: Array, state: State, now: Now) -> tuple[Array, State]:
-        xp, before = backend_of(w), state["exp_avg"]
-        implied = xp.either(now.is_momentum, lambda: self._implied(g, before), lambda: g)
+        xp, before, beta1 = backend_of(w), state["exp_avg"], self.betas[0]
+        # The gradient that leads from one momentum to the next.
+        implied = xp.either(now.is_momentum, lambda: (g - before * beta1) / (1 - beta1), lambda: g)
         m, v = self.moments(g, state, now)
         u = m / xp.affine(self.scale(v, now), self.bias(now))
         norm_adams = xp.vector_norm([u])
@@ -101,11 +102,6 @@ class OneBitLAMB(OneBitAdam):
 
         c, new = xp.choose(now.frozen, frozen_coefficient, lambs_coefficient)
         return xp.add_scaled(w, u, c * -self.lr), {"exp_avg": m, "exp_avg_sq": v, **new}
-
-    def _implied(self, m: Array, before: Array) -> Array:
-        """Return the gradient that leads from one momentum to the next."""
-        beta1 = self.betas[0]
-        return (m - before * beta1) / (1 - beta1)
 
     def _factor(self, v: Array, fresh: Array, share: Any, last: Any, now: Now) -> Any:
         """Return r; ``share`` of the step is not decay."""

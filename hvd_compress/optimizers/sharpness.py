@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_compress.backends import Array, backend_of
 from hvd_compress.errors import ConfigError
-from hvd_compress.optimizers.base import check_positive
+from hvd_compress.optimizers.base import check_options
 
 #: added to norms, which may be zero
 TINY = 1e-16
@@ -17,12 +19,10 @@ TINY = 1e-16
 def option(name: str) -> Any:
     """Return an attribute that is an option of ``self.formula``, which schedules may change."""
 
-    def get(host: Any) -> Any:
-        return getattr(host.formula, name)
-
     def put(host: Any, value: Any) -> None:
         host.formula = dataclasses.replace(host.formula, **{name: value})
 
+    get = operator.attrgetter(f"formula.{name}")
     return property(get, put, doc=f"The option ``{name}``, which may be changed at any time.")
 
 
@@ -46,7 +46,7 @@ class SAM:
     rho: float = 0.05
 
     def __post_init__(self) -> None:
-        check_positive(rho=self.rho)
+        check_options({"rho": self.rho}, lambda rho: 0 < rho < math.inf, "greater than 0")
 
     def ascent(
         self, weights: Sequence[Array], gradients: Sequence[Array | None]

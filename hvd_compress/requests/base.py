@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from hvd_compress.backends import Array, Output
 from hvd_compress.errors import CompressionError
@@ -20,10 +21,13 @@ class Request(abc.ABC):
     (True, 'sum of 3 float64')
     """
 
+    #: the fields that are equal in requests that can be joined
+    shared: ClassVar[tuple[str, ...]] = ()
+
     @property
-    @abc.abstractmethod
     def kind(self) -> Hashable:
         """The base of requests that can be joined."""
+        return type(self), *[getattr(self, name) for name in self.shared]
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -46,6 +50,8 @@ class Collective(Request):
 
     #: the reply is the same on all ranks
     is_common: ClassVar[bool] = True
+    #: the field of the array that is sent, where it is one
+    sends: ClassVar[str]
 
     # -- its bytes -----------------------------------------------------------------------------
 
@@ -87,13 +93,13 @@ class Collective(Request):
     # -- arrays in, arrays out -----------------------------------------------------------------
 
     @property
-    @abc.abstractmethod
     def arrays(self) -> Sequence[Array]:
         """The arrays that are sent."""
+        return [getattr(self, self.sends)]
 
-    @abc.abstractmethod
     def carrying(self, arrays: Sequence[Array]) -> Any:
         """Return the same request with other arrays, which somebody may need afterwards."""
+        return dataclasses.replace(cast(Any, self), **{self.sends: arrays[0]})
 
     @abc.abstractmethod
     def outputs(self, rank: int, size: int) -> Output | list[Output]:

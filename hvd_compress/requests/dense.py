@@ -26,15 +26,14 @@ class Dense(Collective):
 
     array: Array
 
+    sends = "array"
     #: the ranks' elements are added or compared: only bits whose dtype is known can travel
     reckons: ClassVar[bool] = True
 
-    def _look(self) -> tuple[Hashable, ...]:
-        return backend_of(self.array).dtype(self.array), str(getattr(self.array, "device", None))
-
     @property
     def kind(self) -> Hashable:
-        return type(self), *self._look()
+        device = getattr(self.array, "device", None)
+        return super().kind, backend_of(self.array).dtype(self.array), str(device)
 
     @property
     def wire_dtype(self) -> str:
@@ -82,13 +81,6 @@ class Dense(Collective):
     def _combined(cls, requests: Sequence[Any]) -> Any:
         """Return the reply to these requests, one of each rank, whose arrays look alike."""
 
-    @property
-    def arrays(self) -> Sequence[Array]:
-        return [self.array]
-
-    def carrying(self, arrays: Sequence[Array]) -> Any:
-        return dataclasses.replace(self, array=arrays[0])
-
     def widened(self, array: Array) -> Any:
         """Return the request for the float32 that a bfloat16 array holds."""
         return self.carrying([array])
@@ -113,9 +105,7 @@ class Sum(Dense):
     algorithm: str | None = None
     owned: bool = False
 
-    @property
-    def kind(self) -> Hashable:
-        return type(self), self.wire, self.algorithm, *self._look()
+    shared = ("wire", "algorithm")
 
     @property
     def wire_dtype(self) -> str:
@@ -173,14 +163,8 @@ class Broadcast(Dense):
     root: int
 
     reckons = False
-
-    @property
-    def kind(self) -> Hashable:
-        return type(self), self.root, *self._look()
-
-    @property
-    def nbytes(self) -> Any:
-        return 0  # who knows the rank knows whether it sends
+    shared = ("root",)
+    nbytes = 0  # who knows the rank knows whether it sends
 
     def count(self, reply: Any, rank: int, size: int) -> tuple[Any, Any]:
         nbytes = super().nbytes

@@ -27,10 +27,6 @@ class Batch(Request):
     function: Callable[..., Array]
     arrays: tuple[Array, ...]
 
-    @property
-    def kind(self) -> Hashable:
-        return type(self)
-
     def describe(self) -> str:
         return "local work"
 
@@ -88,9 +84,7 @@ class Joint(Request):
     weight: int = 1
     key: Hashable = None
 
-    @property
-    def kind(self) -> Hashable:
-        return type(self), self.function, self.key
+    shared = ("function", "key")
 
     def describe(self) -> str:
         return f"joint work of weight {self.weight}"

@@ -7,7 +7,7 @@ first, except the last one, which follows from the size of the message.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,7 @@ class Gather(Collective):
     payload: Array
     equal_sizes: bool = False
 
-    @property
-    def kind(self) -> Hashable:
-        return type(self)
+    sends = "payload"
 
     def describe(self) -> str:
         return f"gather of {_size(self.payload) if self.equal_sizes else 'some'}"
@@ -64,13 +62,6 @@ class Gather(Collective):
     def reply(cls, requests: Sequence[Any], rank: int) -> Any:
         return [request.payload for request in requests]
 
-    @property
-    def arrays(self) -> Sequence[Array]:
-        return [self.payload]
-
-    def carrying(self, arrays: Sequence[Array]) -> Any:
-        return dataclasses.replace(self, payload=arrays[0])
-
     def outputs(self, rank: int, size: int) -> Output | list[Output]:
         return [_form(self.payload, self.equal_sizes)] * size
 
@@ -92,10 +83,7 @@ class Alltoall(Collective):
     equal_sizes: bool = True
 
     is_common = False
-
-    @property
-    def kind(self) -> Hashable:
-        return type(self), self.equal_sizes
+    shared = ("equal_sizes",)
 
     def describe(self) -> str:
         return f"alltoall of {list(map(_size, self.payloads)) if self.equal_sizes else 'some'}"
@@ -165,10 +153,8 @@ class Neighbors(Collective):
     equal_sizes: bool = True
 
     is_common = False
-
-    @property
-    def kind(self) -> Hashable:
-        return type(self), self.targets, self.sources, self.equal_sizes
+    shared = ("targets", "sources", "equal_sizes")
+    sends = "payload"
 
     def describe(self) -> str:
         return f"neighbors of {_size(self.payload) if self.equal_sizes else 'some'}"
@@ -213,13 +199,6 @@ class Neighbors(Collective):
                     f"{source} {_size(theirs.payload)}"
                 )
         return [requests[source].payload for source in own.sources]
-
-    @property
-    def arrays(self) -> Sequence[Array]:
-        return [self.payload]
-
-    def carrying(self, arrays: Sequence[Array]) -> Any:
-        return dataclasses.replace(self, payload=arrays[0])
 
     def outputs(self, rank: int, size: int) -> Output | list[Output]:
         return [_form(self.payload, self.equal_sizes)] * len(self.sources)

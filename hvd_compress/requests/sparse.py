@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,16 +67,11 @@ class SparseSum(Collective):
     wire: str | None = None
     algorithm: str = "auto"
 
-    @property
-    def kind(self) -> Hashable:
-        return type(self), self.wire, self.algorithm
+    shared = ("wire", "algorithm")
+    nbytes = 0  # the algorithm counts them
 
     def describe(self) -> str:
         return f"sparse sum of {self.n} by {self.algorithm}"
-
-    @property
-    def nbytes(self) -> Any:
-        return 0  # the algorithm counts them
 
     def count(self, reply: Any, rank: int, size: int) -> tuple[Any, Any]:
         return reply.bytes_sent or 0, reply.bytes_received or 0

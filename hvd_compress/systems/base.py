@@ -160,6 +160,8 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     of_state: ClassVar[tuple[str, ...]] = ()
     #: the context needs ``rates``, which must be equal on all ranks
     needs_rates: ClassVar[bool] = False
+    #: the number of losses that the context has to have; 0 if none are needed
+    loss_window: ClassVar[int] = 0
     #: the method of :class:`Start`
     compression: Compressor = NoCompression()
 
@@ -167,11 +169,6 @@ class TrainingMethod(Configurable, abc.ABC, kind="training"):
     def acts_before(self) -> bool:
         """Whether gradients must be known before the optimizer steps."""
         return type(self).before_step is not TrainingMethod.before_step
-
-    @property
-    def loss_window(self) -> int:
-        """The number of losses that the context has to have; 0 if none are needed."""
-        return 0
 
     def check_ranks(self, size: int) -> None:
         """Raise ``ConfigError`` unless the method works with ``size`` ranks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 
 from hvd_compress.backends import backend_of
@@ -16,7 +15,7 @@ from hvd_compress.transforms.momentum import check_momentum
 class Feedback(Transform):
     """``x = gradient + memory`` is passed on; after the exchange the memory becomes what remains.
 
-    Subclasses name the memory in ``keys``, and say what remains.
+    Subclasses name the memory in ``keys``, and may say what remains, if that is not all.
     """
 
     feeds_back = True
@@ -31,15 +30,15 @@ class Feedback(Transform):
         (key,) = self.keys
         return {key: self.remaining(state["passed on"], sent, state[key])}
 
-    @abc.abstractmethod
     def remaining(self, x: Array, sent: Array | Sparse, old: Array) -> Array:
         """Return the next memory.
 
         Args:
             x: the array as it was passed on, which may be changed in place.
             sent: the part of it that was sent.
-            memory: the one before.
+            old: the memory before.
         """
+        return unsent(x, sent)
 
 
 def unsent(x: Array, sent: Array | Sparse, keep: float = 1) -> Array:
@@ -94,9 +93,6 @@ class error_feedback(Feedback, name="error_feedback"):
         rate = _rate(context)
         left = rate * self.remaining(state["passed on"], sent, state["residual"])
         return {"residual": left if rate else state["residual"]}
-
-    def remaining(self, x: Array, sent: Array | Sparse, old: Array) -> Array:
-        return unsent(x, sent)
 
 
 def _rate(context: Context) -> float:
@@ -159,6 +155,3 @@ class momentum_feedback(Feedback, name="momentum_feedback"):
 
     def update(self, x: Array, state: State, context: Context) -> tuple[Array, State]:
         return super().update(x, {"momentum": self.decay * state["momentum"]}, context)
-
-    def remaining(self, x: Array, sent: Array | Sparse, old: Array) -> Array:
-        return unsent(x, sent)

@@ -16,7 +16,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.engines.base import Engine
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.systems import Coordinator, TrainingMethod
 from hvd_compress.systems.base import Arrays, as_training_method
@@ -198,8 +197,7 @@ def train_locally(
 @functools.cache
 def systems_over(runtime: Runtime, module: str) -> dict[str, Any]:
     """Return what systems add to ``module`` by name."""
-
-    def engine(process_set: Any) -> Engine:
-        return runtime.eager_engine(process_set, "hvd_compress.codistillation", tf.Tensor)
-
+    engine = functools.partial(
+        runtime.eager_engine, prefix="hvd_compress.codistillation", arrays=tf.Tensor
+    )
     return codistiller.systems_over(KerasCodistiller, engine, module)

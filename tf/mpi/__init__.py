@@ -35,5 +35,4 @@ def __getattr__(name: str) -> Any:
     raise missing(name, __name__)
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

@@ -10,6 +10,7 @@ it is sent; exchanges of several rounds finish after the last bucket was sent.
 
 # No postponed annotations here: DDP looks at those of its hook.
 
+import dataclasses
 import functools
 import warnings
 import weakref
@@ -60,11 +61,12 @@ class _HookBucket:
         )
 
 
+@dataclasses.dataclass(eq=False)
 class _Use:
     """Whether a state has ever got a bucket; it outlives the state, which may end unused."""
 
-    def __init__(self) -> None:
-        self.has_begun = self.was_looked_at = False
+    has_begun: bool = False
+    was_looked_at: bool = False
 
     def look(self) -> None:
         if not self.was_looked_at:

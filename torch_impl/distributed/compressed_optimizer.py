@@ -40,6 +40,15 @@ from .binding import ParameterBinding, Watched, changed_since
 bound_optimizers: weakref.WeakSet[CompressedOptimizer] = weakref.WeakSet()
 
 
+def refuse_copies(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Raise ``ConfigError`` where an optimizer that meets other ranks is copied or pickled: what
+    PyTorch copies of it could not step."""
+    raise ConfigError(
+        f"a distributed {type(optimizer).__name__} cannot be copied or pickled: save its "
+        "state_dict(), and load it into one that was made in the same way"
+    )
+
+
 class CompressedOptimizer(torch.optim.Optimizer):
     """An optimizer whose ``step()`` works on the gradients of all ranks.
 
@@ -314,9 +323,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # -- checkpoints -------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise no_copy(self)
-
+    __getstate__ = refuse_copies
     consolidate_state_dict = checkpoint.consolidate_state_dict
     load_state_dict = checkpoint.load_state_dict
     state_dict = checkpoint.state_dict
@@ -415,13 +422,4 @@ def take_over(distributed: torch.optim.Optimizer, optimizer: torch.optim.Optimiz
         (key, value)
         for key, value in vars(optimizer).items()
         if not callable(getattr(cls, key, None))
-    )
-
-
-def no_copy(optimizer: torch.optim.Optimizer) -> ConfigError:
-    """Return the error for copying or pickling an optimizer that meets other ranks: what PyTorch
-    copies of it could not step."""
-    return ConfigError(
-        f"a distributed {type(optimizer).__name__} cannot be copied or pickled: save its "
-        "state_dict(), and load it into one that was made in the same way"
     )

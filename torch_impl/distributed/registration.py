@@ -38,10 +38,7 @@ def register(hvd: Any, engine_of: Callable[[Any], Engine]) -> None:
     factory = hvd.DistributedOptimizer
     if hasattr(factory, "__wrapped_by_hvd_compress__"):
         return
-
-    def make_engine(process_set: Any, predivide: float) -> Engine:
-        return HorovodEngine(hvd, process_set, predivide)
-
+    make_engine = functools.partial(HorovodEngine, hvd)
     hvd.DistributedOptimizer = wrap_factory(hvd, factory, make_engine, engine_of)
     hvd.optimizer.DistributedOptimizer = hvd.DistributedOptimizer
     broadcast = hvd.broadcast_optimizer_state

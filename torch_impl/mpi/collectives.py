@@ -7,7 +7,7 @@ is a collective, too, so all ranks run the same backward passes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,9 +53,9 @@ class _Differentiable(torch.autograd.Function):
         return ctx.gradient(*gradients), None, None
 
 
-class _Handle:
-    def __init__(self, work: Any, finish: Callable[[], torch.Tensor]) -> None:
-        self.work, self.finish = work, finish
+class _Handle(NamedTuple):
+    work: Any
+    finish: Callable[[], torch.Tensor]
 
 
 @eager

@@ -40,7 +40,8 @@ class Momentum:
     """
 
     def __init__(self, optimizer: Any, method: Compressor, tells: bool) -> None:
-        self._reference, self._method = weakref.ref(optimizer), method
+        self._reference: Any = weakref.ref(optimizer)  # which owns the owner of this
+        self._method = method
         self._inside = functools.lru_cache(64)(method.momentum_inside)
         self._groups: dict[int, dict[str, Any]] = {}  # by id: to hash a parameter takes long
         self._read: list[dict[str, Any]] = []  # the groups of which that is
@@ -51,12 +52,8 @@ class Momentum:
         if method.takes_momentum and tells and method.momentum is None:
             self._tell()
 
-    @property
-    def _optimizer(self) -> Any:
-        return self._reference()  # which owns the owner of this
-
     def _tell(self) -> None:
-        optimizer = self._optimizer
+        optimizer = self._reference()
         wrapped = type(optimizer).__name__
         if not self.is_taken:
             warnings.warn(another_kind(self._method, wrapped), UserWarning, stacklevel=6)
@@ -120,7 +117,7 @@ class Momentum:
         """Switch off, while the user's optimizer steps, what has acted already."""
         options = []
         try:
-            for group in self._optimizer.param_groups if self.is_taken else ():
+            for group in self._reference().param_groups if self.is_taken else ():
                 off = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
                 options.append((group, {key: group[key] for key in off}))
                 group.update(off)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hvd_compress.agreement import OPTIMIZER, SAMPLED_EVERY, Terms, listed, sampled_weights
+from hvd_compress.agreement import OPTIMIZER, SAMPLED_EVERY, WEIGHTS, Terms, listed
 from hvd_compress.base import Compressor, Context, Exchange, Outcome, State
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.methods.rows import Rows, as_rows, keeps_residual, rows_state
@@ -343,14 +343,13 @@ class ParameterStore(Store):
             p = trained[(first + i) % len(trained)]
             for place in (j * (p.numel() - 1) for j in range(_ELEMENTS)):
                 x = p.detach()[tuple(map(int, np.unravel_index(place, p.shape)))]
-                places.append((optimizer._parameter_names[p], place))
+                places.append(f"{optimizer._parameter_names[p]}[{place}]")
                 elements.append((x.abs() if x.is_complex() else x).double())
         if elements:
             device = elements[0].device
             values = torch.stack([x.to(device) for x in elements]).tolist()
-            self._sample = sampled_weights(
-                (name, place, x) for (name, place), x in zip(places, values, strict=True)
-            )
+            pairs = zip(places, values, strict=True)
+            self._sample = {WEIGHTS: [f"{place} = {x!r}" for place, x in pairs]}
 
     @property
     def _listed(self) -> list[str]:

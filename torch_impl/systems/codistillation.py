@@ -7,7 +7,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -15,6 +14,7 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.systems.teachers import Codistillation, Codistiller
 from hvd_compress.systems.teachers.losses import Functions, losses_over, target
 
+from .. import backend
 from .optimizer import moved
 
 
@@ -95,7 +95,9 @@ class TorchCodistiller(Codistiller):
     ) -> list[torch.Tensor]:
         if self.method.exchange == "predictions":
             tensors = [x for x in (*inputs, *named.values()) if isinstance(x, torch.Tensor)]
-            return self.predictions(z.detach(), [_bits(x) for x in tensors])
+            # Bytes, since NumPy has not every dtype.
+            own = [backend.to_numpy(backend.to_bytes(x.detach())) for x in tensors]
+            return self.predictions(z.detach(), own)
         if not inputs and not named:
             raise ConfigError(
                 "teachers predict on this rank's batch: write codistillation.loss(task, logits, x)"
@@ -126,8 +128,3 @@ class TorchCodistiller(Codistiller):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         devices = {name: x.device for name, x in self.arrays().items()}
         super().load_state_dict(moved(state_dict, devices))
-
-
-def _bits(x: torch.Tensor) -> np.ndarray:
-    """Return the bytes of a tensor, of which NumPy has not every dtype."""
-    return x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()

@@ -16,7 +16,7 @@ from hvd_compress.reduce.state_file import refused
 from ..ddp.process_groups import ReplicaEngine
 from ..distributed.compressed_optimizer import (
     CompressedOptimizer,
-    no_copy,
+    refuse_copies,
     retire_others,
     take_over,
 )
@@ -198,8 +198,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
 
     # -- checkpoints -------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise no_copy(self)
+    __getstate__ = refuse_copies
 
     def consolidate_state_dict(self) -> None:
         """Prepare a ``state_dict()`` that all ranks may load: wait for an exchange that is under

@@ -68,13 +68,13 @@ class PowerStep:
     def left(self, columns: Sequence[Column]) -> torch.Tensor:
         with torch.cuda.device_of(self.rows):
             tables = self._tables(columns)
-            kernels.unit[self._programs(self._factor_rows)](
+            kernels.unit[(len(self._factor_rows),)](
                 *(*tables, self._factor_rows, self._q, self._largest),
                 chunks=self._of_q,
                 width=_WIDTH,
                 **EXACT,
             )
-            kernels.left[self._programs(self._row_blocks)](
+            kernels.left[(len(self._row_blocks),)](
                 *(*tables, self._row_blocks, self._q, self.rows, self._largest),
                 adds=_keeps(columns),
                 columns=self._columns,
@@ -82,7 +82,7 @@ class PowerStep:
                 width=_TILE // self._rows,
                 **EXACT,
             )
-            kernels.spoil[self._programs(self._matrices)](
+            kernels.spoil[(len(self._matrices),)](
                 self._matrices, self._largest, self.rows, width=_WIDTH
             )
         return self.rows
@@ -90,14 +90,14 @@ class PowerStep:
     def right(self, columns: Sequence[Column], total: torch.Tensor) -> torch.Tensor:
         with torch.cuda.device_of(self.rows):
             tables = self._tables(columns)
-            kernels.orthonormal[self._programs(self._matrices)](
+            kernels.orthonormal[(len(self._matrices),)](
                 *(self._matrices, total, self._p, self._shares, self._largest, self._size),
                 columns=self._columns,
                 chunks=self._of_p,
                 width=_WIDTH,
                 **EXACT,
             )
-            kernels.right[self._programs(self._column_blocks)](
+            kernels.right[(len(self._column_blocks),)](
                 *(*tables, self._column_blocks, self._p, self.own),
                 array=(kernels.OUT if _keeps(columns) else kernels.X).value,
                 columns=self._columns,
@@ -111,14 +111,14 @@ class PowerStep:
     def settle(self, columns: Sequence[Column], total: torch.Tensor) -> None:
         with torch.cuda.device_of(self.rows):
             tables = self._tables(columns)
-            kernels.decide[self._programs(self._matrices)](
+            kernels.decide[(len(self._matrices),)](
                 *(self._matrices, total, self._new, self._alive),
                 *(self._largest, self._unsure, self._overflows, self._size),
                 columns=self._columns,
                 width=_WIDTH // self._columns,
                 **EXACT,
             )
-            blocks = self._programs(self._element_blocks)
+            blocks = (len(self._element_blocks),)
             kernels.look[blocks](
                 *(self._matrices, self._element_blocks, self._p, self._new),
                 *(self._unsure, self._overflows),
@@ -143,10 +143,6 @@ class PowerStep:
 
     def _empty(self, n: int) -> torch.Tensor:
         return torch.empty(n, device=self._device)
-
-    @staticmethod
-    def _programs(table: torch.Tensor) -> tuple[int]:
-        return (len(table),)
 
 
 def _keeps(columns: Sequence[Column]) -> bool:

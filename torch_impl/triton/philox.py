@@ -44,12 +44,6 @@ def philox(stream, block):
 
 
 @triton.jit
-def _halves(word):
-    """The lower and the upper 32 bits, of which NumPy makes a number each."""
-    return tl.join(word.to(tl.uint32), (word >> 32).to(tl.uint32))
-
-
-@triton.jit
 def drawn(stream, block, n, draws: tl.constexpr, width: tl.constexpr):
     """The elements of a block of a task, and whether they exist.  A random number from 0 to 1 (24
     bits) comes with each, if any are drawn."""
@@ -60,7 +54,9 @@ def drawn(stream, block, n, draws: tl.constexpr, width: tl.constexpr):
         numbered = block * (width // 8) + tl.arange(0, width // 8) + start // 8
         a, b, c, d = philox(stream, numbered)
         words = tl.join(tl.join(a, c), tl.join(b, d))
-        bits = tl.reshape(_halves(words), (width,))
+        # The lower and the upper 32 bits, of which NumPy makes a number each.
+        halves = tl.join(words.to(tl.uint32), (words >> 32).to(tl.uint32))
+        bits = tl.reshape(halves, (width,))
         number = (bits >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
         at -= start % 8
     return at, (at >= 0) & (at < n), number

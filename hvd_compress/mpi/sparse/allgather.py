@@ -10,9 +10,10 @@ from collections.abc import Generator
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, empty
-from hvd_compress.mpi.sparse.messages import Format, Summed, most_bytes
+from hvd_compress.mpi.sparse.messages import Format, Summed
 from hvd_compress.mpi.transport.channel import Channel, exchange
 from hvd_compress.mpi.transport.progress import Wait
+from hvd_compress.wire import sparse_size
 
 
 def gather(
@@ -24,7 +25,8 @@ def gather(
     """
     peers = channel.peers
     frame = form.encode(mine, lengths[channel.rank])
-    limit = most_bytes(max(lengths), form.wire)
+    most = max(lengths)
+    limit = sparse_size(most, most, form.wire)
     frames = yield from exchange(channel, dict.fromkeys(peers, frame), peers, phase, limit=limit)
     frames[channel.rank] = frame
     return [form.decode(frames[r], lengths[r], form.wire, r) for r in range(channel.size)]

@@ -18,7 +18,6 @@ from hvd_compress.wire import (
     dense_is_shorter,
     encode_dense,
     encode_sparse,
-    sparse_size,
 )
 from hvd_compress.wire.frame import CODECS, DTYPES
 
@@ -171,8 +170,3 @@ def entries_of(vector: Vector) -> Sparse:
         return vector
     places = np.flatnonzero(vector)
     return Sparse(places, vector[places])
-
-
-def most_bytes(n: int, dtype: str) -> int:
-    """Return the bytes of the largest frame of ``n`` elements."""
-    return sparse_size(n, n, dtype)

@@ -17,11 +17,12 @@ import numpy as np
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, densify, join
 from hvd_compress.mpi.sparse.allgather import gather
-from hvd_compress.mpi.sparse.messages import Format, Summed, entries_of, most_bytes, with_values
+from hvd_compress.mpi.sparse.messages import Format, Summed, entries_of, with_values
 from hvd_compress.mpi.transport.channel import Channel, exchange
 from hvd_compress.mpi.transport.progress import Wait
 from hvd_compress.requests.sparse import cut
 from hvd_compress.sharding import bounds_of
+from hvd_compress.wire import sparse_size
 
 
 def split_allgather(channel: Channel, mine: Sparse, form: Format) -> Summed:
@@ -43,7 +44,7 @@ def to_owners(
     parts = cut(mine, bounds)
     frames = {peer: form.encode(parts[peer], bounds[peer + 1] - bounds[peer]) for peer in peers}
     length = bounds[rank + 1] - bounds[rank]
-    limit = most_bytes(length, form.wire)
+    limit = sparse_size(length, length, form.wire)
     arriving = yield from exchange(channel, frames, peers, "entries to their owners", limit=limit)
     return [
         parts[r] if r == rank else form.decode(arriving[r], length, form.wire, r)

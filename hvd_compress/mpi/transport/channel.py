@@ -64,7 +64,8 @@ class Channel:
                 is_bulk |= size > _BULK
                 pieces = [array]
                 if comm.segment and size > comm.segment:
-                    pieces = _pieces(array, comm.segment)
+                    raw = array.view(np.uint8)
+                    pieces = [raw[at : at + comm.segment] for at in range(0, size, comm.segment)]
                 for piece in pieces:
                     length = piece.nbytes
                     # A message of another size shall not match: Open MPI 4.1 writes what is too
@@ -80,12 +81,6 @@ class Channel:
         if self.whole is not None:
             self.whole.bytes_received += received
         return Wait(requests, messages, self.place + phase, step, is_bulk)
-
-
-def _pieces(array: np.ndarray, size: int) -> list[np.ndarray]:
-    """Return an array as bytes, in pieces of so many."""
-    raw = array.view(np.uint8)
-    return [raw[start : start + size] for start in range(0, len(raw), size)]
 
 
 def exchange(

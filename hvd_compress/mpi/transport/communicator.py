@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -344,13 +345,11 @@ def _texts_of_all(comm: MPI.Comm, text: str) -> Algorithm:
 
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _broken: list[Communicator] = []
-_keyvals: list[int] = []
 
 
+@functools.cache
 def _keyval() -> int:
-    if not _keyvals:
-        _keyvals.append(MPI.Comm.Create_keyval(delete_fn=_forget))
-    return _keyvals[0]
+    return MPI.Comm.Create_keyval(delete_fn=_forget)
 
 
 def _forget(comm: MPI.Comm, keyval: int, ours: Communicator) -> None:

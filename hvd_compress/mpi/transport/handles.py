@@ -8,6 +8,7 @@ what they have dropped, and free what all have.
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Iterable
@@ -116,10 +117,6 @@ def bits_of_tags() -> int:
     return (largest + 1).bit_length() - 1
 
 
-_keyvals: list[int] = []
-
-
+@functools.cache
 def _key() -> int:
-    if not _keyvals:
-        _keyvals.append(MPI.Comm.Create_keyval())
-    return _keyvals[0]
+    return MPI.Comm.Create_keyval()

@@ -101,9 +101,9 @@ def mix(
 class DecentralizedMethod(TrainingMethod):
     """A way to train over a graph, with its options; subclasses are frozen dataclasses.
 
-    They define :meth:`update`, a pure function of flat arrays, and :meth:`start` if they keep
-    something between steps.  Arrays are all trained parameters of a rank end to end: float64 if one
-    of them is, otherwise float32, which half precisions are widened to.
+    They define :meth:`update`, a pure function of flat arrays, and ``keys`` if they keep something
+    between steps.  Arrays are all trained parameters of a rank end to end: float64 if one of them
+    is, otherwise float32, which half precisions are widened to.
 
     With an option ``prox`` they minimise the mean of the ranks' functions and r; the operator is
     applied to the result of :meth:`update`.
@@ -122,6 +122,8 @@ class DecentralizedMethod(TrainingMethod):
     """
 
     state_is_own: ClassVar[bool] = True
+    #: of the vectors that are kept, all zero before the first step
+    keys: ClassVar[tuple[str, ...]] = ()
     #: the method's theory needs W = W^T
     symmetric: ClassVar[bool] = False
     #: an option of some; annotated here, it would be the first of all
@@ -137,10 +139,6 @@ class DecentralizedMethod(TrainingMethod):
     @property
     def needs_rates(self) -> bool:  # type: ignore[override]
         return self.prox is not None
-
-    def start(self, x: Array) -> Vectors:
-        """Return the state before the first step from the flat ``x``."""
-        return {}
 
     @abc.abstractmethod
     def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
@@ -162,7 +160,11 @@ class DecentralizedMethod(TrainingMethod):
                 check_symmetric(w, type(self).__name__)
 
     def init(self, parameters: Arrays) -> State:
-        return _split(self.start(_joined(parameters, parameters)), parameters) if parameters else {}
+        if not parameters:
+            return {}
+        x = _joined(parameters, parameters)
+        zeros = {key: x * 0 for key in self.keys}  # noqa: C420, each has memory of its own
+        return _split(zeros, parameters)
 
     def before_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
         origin = {name: copied(x) for name, x in parameters.items()}

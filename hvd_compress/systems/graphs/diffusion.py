@@ -95,11 +95,9 @@ class ExactDiffusion(DecentralizedMethod, name="exact_diffusion"):
     """
 
     symmetric = True
+    keys = ("correction",)
 
     prox: l1 | None = None
-
-    def start(self, x: Array) -> Vectors:
-        return {"correction": x * 0}
 
     def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         sent, total = yield from mix(local + state["correction"], network)
@@ -134,11 +132,9 @@ class EXTRA(DecentralizedMethod, name="extra"):
     """
 
     symmetric = True
+    keys = ("correction",)
 
     prox: l1 | None = None
-
-    def start(self, x: Array) -> Vectors:
-        return {"correction": x * 0}
 
     def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         _, mixed = yield from mix(x, network)
@@ -170,8 +166,7 @@ class GradientTracking(DecentralizedMethod, name="gradient_tracking"):
     array([1.5, 1.5, 1.5, 1.5])
     """
 
-    def start(self, x: Array) -> Vectors:
-        return {"tracker": x * 0, "step": x * 0}
+    keys = ("tracker", "step")
 
     def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         step = local - x

@@ -63,6 +63,7 @@ class LEAD(DecentralizedMethod, name="lead"):
     """
 
     symmetric = True
+    keys = ("dual", "h", "mixed_h")
 
     codec: Codec = dataclasses.field(default=_TWO_BITS, metadata=converted(_as_codec))
     alpha: float = 0.5
@@ -78,9 +79,6 @@ class LEAD(DecentralizedMethod, name="lead"):
                 f"gamma must be in (0, 2), for instance gamma=1.0; got {self.gamma!r}"
             )
         check_seed(self.seed)
-
-    def start(self, x: Array) -> Vectors:
-        return {"dual": x * 0, "h": x * 0, "mixed_h": x * 0}
 
     def update(self, x: Array, local: Array, state: Vectors, network: Neighborhood) -> Update:
         h, mixed_h = state["h"], state["mixed_h"]

@@ -96,7 +96,7 @@ class LeaderSGD(TrainingMethod, name="leader_sgd"):
             check_between(option, getattr(self, option), 0, 1)
 
     @property
-    def loss_window(self) -> int:
+    def loss_window(self) -> int:  # type: ignore[override]
         return self.local_every
 
     @property

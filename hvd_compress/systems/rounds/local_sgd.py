@@ -61,12 +61,8 @@ class LocalSGD(Rounds, name="local_sgd"):
         super().__post_init__()
         check_whole("start", self.start, 0)
         check_choice("unsent", self.unsent, ("waits", "stays"))
-        if self._stays and self._sends_parameters:
+        if self.unsent == "stays" and self._sends_parameters:
             raise _nothing_stays(self.compression)
-
-    @property
-    def _stays(self) -> bool:
-        return self.unsent == "stays"
 
     @property
     def _sends_parameters(self) -> bool:
@@ -79,7 +75,7 @@ class LocalSGD(Rounds, name="local_sgd"):
         return None if rest else Exchange(0, self.start + rounds - 1)
 
     def after_step(self, parameters: Arrays, state: State, context: StepContext) -> Steps:
-        if not self._stays or self.exchange_after(context.step) is None:
+        if self.unsent == "waits" or self.exchange_after(context.step) is None:
             return (yield from super().after_step(parameters, state, context))
         # The compression adds what it has kept, which x0 - x_i would have a second time.
         kept = yield Unsent(parameters)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvd_compress.backends import numpy
 from hvd_compress.systems.base import Arrays, Groups, all_finite, groups_of
 from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
 from hvd_compress.systems.servers.messages import (
@@ -31,7 +32,6 @@ from hvd_compress.systems.servers.messages import (
     ServerMessage,
     WorkerEnd,
     arrays_of,
-    bytes_of,
     encode,
 )
 
@@ -202,7 +202,7 @@ class LeaderLink(WorkerEnd):
         """Return the frame that reports a step; ``parameters`` travel only if this worker leads."""
         parts = [np.array([loss], "<f8").view(np.uint8)]
         if self._asked:
-            parts += [bytes_of(parameters[name]) for name in self.parameters]
+            parts += [numpy.to_bytes(parameters[name]) for name in self.parameters]
             for role in _each(self._asked):
                 self.leaders.pop(role, None)
             self._asked = Role.NONE
@@ -210,7 +210,7 @@ class LeaderLink(WorkerEnd):
         return self._sent(ServerMessage(MessageKind.REPORT, parts=parts))
 
     def leave(self, *, failed: bool = False) -> np.ndarray:
-        parts = [] if failed else [bytes_of(x) for x in self.parameters.values()]
+        parts = [] if failed else [numpy.to_bytes(x) for x in self.parameters.values()]
         return encode(ServerMessage(MessageKind.LEAVE, int(failed), parts=parts))
 
     def _replied(self, message: ServerMessage) -> None:

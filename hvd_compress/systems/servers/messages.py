@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvd_compress.backends import numpy
 from hvd_compress.errors import PayloadError
 from hvd_compress.systems.base import Arrays
 from hvd_compress.wire import header
@@ -82,11 +83,6 @@ def decode(frame: np.ndarray, sender: str) -> ServerMessage:
         parts.append(frame[start : start + size])
         start += size + -size % 8
     return ServerMessage(MessageKind(kind), flag, number, parts)
-
-
-def bytes_of(x: np.ndarray) -> np.ndarray:
-    """Return the bytes of an array, for a part of a message."""
-    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
 def arrays_of(parts: Iterable[np.ndarray], like: Mapping[str, np.ndarray], sender: str) -> Arrays:
@@ -203,7 +199,7 @@ class ServerEnd(abc.ABC):
 
     def end(self) -> np.ndarray:
         """Return the last frame, with the last parameters and the statistics."""
-        arrays = [bytes_of(x) for x in self.parameters.values()]
+        arrays = [numpy.to_bytes(x) for x in self.parameters.values()]
         return encode(ServerMessage(MessageKind.END, parts=[self.stats.to_bytes(), *arrays]))
 
     def _to(self, worker: int, message: ServerMessage) -> Reply:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -50,13 +50,12 @@ class SGD(Formula):
     (array([0.9]), {})
     """
 
+    not_negative = ("lr", "momentum", "weight_decay")
+
     lr: float = 0.1
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
-
-    def check(self, names: Mapping[str, str]) -> None:
-        self.check_not_negative(names, "lr", "momentum", "weight_decay")
 
     def update(
         self, w: np.ndarray, g: np.ndarray, state: State, now: Now

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.backends import numpy
 from hvd_compress.base import Compressor, Context, State
 from hvd_compress.config import Configurable, check_choice, check_whole, converted
 from hvd_compress.errors import ConfigError, PayloadError, UnsupportedError
@@ -22,7 +23,6 @@ from hvd_compress.systems.servers.messages import (
     ServerMessage,
     WorkerEnd,
     arrays_of,
-    bytes_of,
 )
 from hvd_compress.systems.servers.optimizers import ArrayOptimizer, ServerOptimizer
 
@@ -245,7 +245,7 @@ class Server(ServerEnd):
 
     def _reply(self, worker: int, taken: bool) -> Reply:
         self._base[worker] = self._version
-        parts = [bytes_of(x) for x in self.parameters.values()]
+        parts = [numpy.to_bytes(x) for x in self.parameters.values()]
         return self._to(worker, ServerMessage(MessageKind.PARAMETERS, int(taken), parts=parts))
 
 
