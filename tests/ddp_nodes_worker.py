@@ -12,21 +12,24 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.torch import DGC, DDPState, ddp_hook
 from tests import ddp_worker, group_worker
-from tests.ddp_worker import _heads, _step_of, _train
+from tests.ddp_worker import _heads, _step_of
 from tests.devices import DEVICE
 from tests.group_worker import (
     assert_close,
     assert_equal,
     assert_same_everywhere,
     assert_same_states,
+    from_rank_0,
     loss_of,
+    mesh_of,
     states_of,
+    train,
 )
 from tests.in_nodes import (
     FOLLOWING,
@@ -42,7 +45,6 @@ from tests.scenarios import of_program
 
 STEPS = 4
 DGC_TEXT = "dgc:density=0.05,momentum=0.9,min_size=0"
-MESHES: dict[str, DeviceMesh] = {}
 
 
 def _compressed(method, model=None, nodes=NODES, is_early=False, **options):
@@ -60,7 +62,7 @@ def _place():
 def trains_as_the_lockstep_world() -> None:
     for method, momentum in FOLLOWING:
         model, _ = _compressed(method, momentum=momentum or None)
-        _train(model, range(STEPS))
+        train(model, range(STEPS))
         assert_same_everywhere(model)
         reference = lockstep(method, STEPS, loss_of, momentum)
         if method.startswith(SAME_BITS):
@@ -75,7 +77,7 @@ def clipping_goes_by_the_gradient_of_the_node() -> None:
     with mock.patch.object(
         state.reducer.store, "norm", lambda x: found.append(norm(x)) or found[-1]
     ):
-        _train(model, range(1))
+        train(model, range(1))
     assert_same_everywhere(model)
     means = gradients_of(uneven_model(), dist.get_rank() // OF_A_NODE, 0, loss_of)
     right = torch.nn.utils.get_total_norm(means.values()).item()
@@ -87,7 +89,7 @@ def a_rank_has_its_share_of_states_and_bytes() -> None:
         _compressed("topk:density=0.05", nodes=nodes) for nodes in (NODES, None)
     )
     for each in (model, whole):
-        _train(each, range(2))
+        train(each, range(2))
     for name, p in model.module.named_parameters():
         parts = cut(np.empty(tuple(p.shape)))
         own = state.reducer.store.states.get(name, {"residual": torch.empty(0)})
@@ -103,23 +105,23 @@ def a_rank_has_its_share_of_states_and_bytes() -> None:
 
 def nodes_are_found_and_given_in_many_ways() -> None:
     expected, _ = _compressed("topk:density=0.05")
-    _train(expected, range(STEPS))
+    train(expected, range(STEPS))
     name = {"GROUP_RANK": str(dist.get_rank() // OF_A_NODE)}
     for nodes, variables, is_early in (
-        (MESHES["2x2"], {}, False),
+        (mesh_of(2, 2), {}, False),
         ("auto", name, False),
         ("auto", name, True),
     ):
         with mock.patch.dict(os.environ, variables):
             model, state = _compressed("topk:density=0.05", nodes=nodes, is_early=is_early)
-            _train(model, range(STEPS))
+            train(model, range(STEPS))
         assert_equal(model, expected)
         assert state.reducer.node.ranks == OF_A_NODE
     whole, _ = _compressed("topk:density=0.05", nodes=None)
-    _train(whole, range(STEPS))
-    for nodes in (4, MESHES["4x1"]):  # of one rank each
+    train(whole, range(STEPS))
+    for nodes in (4, mesh_of(4, 1)):  # of one rank each
         model, state = _compressed("topk:density=0.05", nodes=nodes)
-        _train(model, range(STEPS))
+        train(model, range(STEPS))
         assert state._nodes is None
         assert_equal(model, whole)
 
@@ -127,14 +129,14 @@ def nodes_are_found_and_given_in_many_ways() -> None:
 def one_node_exchanges_nothing() -> None:
     """The method works all the same, as it does on one rank."""
     plain = DistributedDataParallel(uneven_model())
-    _train(plain, range(STEPS))
+    train(plain, range(STEPS))
     for nodes in (1, "auto"):  # on this machine
         model, _ = _compressed("none", nodes=nodes)
-        _train(model, range(STEPS))
+        train(model, range(STEPS))
         assert_same_everywhere(model)
         assert_close(model, plain)
         model, state = _compressed(DGC_TEXT, nodes=nodes)
-        _train(model, range(STEPS))
+        train(model, range(STEPS))
         assert_same_everywhere(model)
         assert state.reducer.store.states["inner.weight"]["velocity"].any()
         assert state.stats().total.bytes_received == 0
@@ -145,7 +147,7 @@ def states_share_the_groups_of_their_ranks() -> None:
     found = []
     for _ in range(2):
         model, state = _compressed("topk:density=0.05")
-        _train(model, range(2))
+        train(model, range(2))
         assert_same_everywhere(model)
         found.append(state._nodes)
     assert found[0] == found[1]
@@ -160,7 +162,7 @@ def wrong_nodes_are_errors_on_every_rank() -> None:
     with pytest.raises(ConfigError, match="4 ranks are no 3 nodes"):
         _compressed("topk", nodes=3)
     with pytest.raises(ConfigError, match=r"mesh of two dimensions.*of just these"):
-        _compressed("topk", nodes=MESHES["4x1"]["replica"])
+        _compressed("topk", nodes=mesh_of(4, 1)["replica"])
     crossed = DeviceMesh(DEVICE.type, [[1, 0], [2, 3]])
     with pytest.raises(ConfigError, match="let the ranks of every row ascend"):
         _compressed("topk", nodes=crossed)
@@ -174,7 +176,7 @@ def wrong_nodes_are_errors_on_every_rank() -> None:
     with pytest.raises(MismatchError, match=r"(?s)nodes\n.*rank 0, 1, 2: 2\n.*rank 3: 1"):
         _compressed("topk", nodes=1 if last else 2)
     with pytest.raises(MismatchError, match=r"(?s)nodes\n.*rank 0, 1, 2: 2\n.*rank 3: nothing"):
-        _train(_compressed("topk", nodes=None if last else 2)[0], range(1))
+        train(_compressed("topk", nodes=None if last else 2)[0], range(1))
     # Ranks of one node meet different others, which would not see it.
     method = f"topk:density={0.1 if _place() else 0.2}"
     with pytest.raises(MismatchError, match=r"rank 0, 2: TopK\(density=0\.2"):
@@ -213,7 +215,7 @@ def nan_in_one_shard_reaches_every_rank_and_not_its_state() -> None:
     """Each shard is a tensor of its own, and the others go on."""
     for place in range(OF_A_NODE):
         model, state = _compressed("topk:density=0.05")
-        _train(model, range(2))
+        train(model, range(2))
         before = states_of(state)
         name, weight = max(model.module.named_parameters(), key=lambda named: named[1].numel())
         factors = torch.ones_like(weight)
@@ -236,31 +238,25 @@ def passes_that_do_not_meet_are_added() -> None:
         loss_of(model, dist.get_rank(), step).backward()
         twin.zero_grad()
         (2 * loss_of(twin, dist.get_rank(), step)).backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    gradients = ([p.grad for p in each.parameters()] for each in (model, twin))
+    torch.testing.assert_close(*gradients)
     assert state.reducer.step == 2
-
-
-def _from_rank_0(saved):
-    everyones = [saved]
-    dist.broadcast_object_list(everyones)
-    return everyones[0]
 
 
 def checkpoints_go_on() -> None:
     for method in (DGC_TEXT, "onebit", "powersgd"):
         model, state = _compressed(method, residuals="ranks")
-        _train(model, range(3))
+        train(model, range(3))
         weights = copy.deepcopy(model.module.state_dict())
-        own, everything = state.state_dict(consolidate=False), _from_rank_0(state.state_dict())
+        own, everything = state.state_dict(consolidate=False), from_rank_0(state.state_dict())
         states = states_of(state)
-        _train(model, range(3, 5))
+        train(model, range(3, 5))
         for saved in (own, everything):
             again, later = _compressed(method)
             again.module.load_state_dict(weights)
             later.load_state_dict(saved)
             assert_same_states(states_of(later), states)
-            _train(again, range(3, 5))
+            train(again, range(3, 5))
             if method == DGC_TEXT:  # else sums depend on DDP's buckets, which begin anew
                 assert_equal(again, model)
             else:
@@ -269,8 +265,8 @@ def checkpoints_go_on() -> None:
 
 def consolidated_states_are_means_over_nodes() -> None:
     model, state = _compressed(DGC_TEXT)
-    _train(model, range(3))
-    saved = _from_rank_0(state.state_dict())
+    train(model, range(3))
+    saved = from_rank_0(state.state_dict())
     other, later = _compressed(DGC_TEXT)
     later.load_state_dict(saved)
     for name, own in state.reducer.store.states.items():
@@ -281,7 +277,7 @@ def consolidated_states_are_means_over_nodes() -> None:
         found = later.reducer.store.states[name]["residual"]
         torch.testing.assert_close(found, total / NODES)
     other.module.load_state_dict(model.module.state_dict())
-    _train(other, range(3, 5))
+    train(other, range(3, 5))
     assert_same_everywhere(other)
     # Of as many ranks a node, and fewer nodes.
     alone = [each for each in range(NODES) for _ in range(OF_A_NODE)][dist.get_rank()]
@@ -290,7 +286,7 @@ def consolidated_states_are_means_over_nodes() -> None:
     fewer = DDPState(DGC_TEXT, smaller, nodes=1)
     fewer.load_state_dict(saved)
     smaller.register_comm_hook(fewer, ddp_hook)
-    _train(smaller, range(1))
+    train(smaller, range(1))
     assert fewer.reducer.step == 4
 
 
@@ -298,7 +294,7 @@ def states_of_other_nodes_are_refused() -> None:
     model, state = _compressed("topk:density=0.05")
     whole, without = _compressed("topk:density=0.05", nodes=None)
     for each in (model, whole):
-        _train(each, range(2))
+        train(each, range(2))
     own, plain = state.state_dict(consolidate=False), without.state_dict()
     before = states_of(state)
     with pytest.raises(ConfigError, match=r"nodes of 2 ranks, and here they have 1.*empty"):
@@ -315,10 +311,6 @@ def states_of_other_nodes_are_refused() -> None:
 
 
 def _begin() -> None:
-    names = ("replica", "shard")
-    for shape in ((2, 2), (4, 1)):
-        mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=names)
-        MESHES["x".join(map(str, shape))] = mesh
     ddp_worker.OPTIONS["nodes"] = NODES
 
 

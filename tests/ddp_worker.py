@@ -17,7 +17,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress.advisor import auto
-from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, MismatchError, UnsupportedError
 from hvd_compress.reduce.reducer import Reducer
 from hvd_compress.torch import (
@@ -40,11 +39,16 @@ from tests.devices import DEVICE
 from tests.group_worker import (
     assert_close,
     assert_equal,
+    assert_no_trace_of_discarded,
+    assert_refuses_loss_scale,
     assert_same_everywhere,
     assert_same_states,
+    from_rank_0,
     loss_of,
     states_of,
+    train,
 )
+from tests.in_nodes import lockstep
 from tests.ring_method import Ring
 from tests.scenarios import of_program
 
@@ -77,28 +81,9 @@ def _distributed(method, **options):
     return model, state
 
 
-def _train(model, steps, momentum=0.0):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, dist.get_rank(), step).backward()
-        optimizer.step()
-
-
-def _lockstep(method, steps, momentum=0.0):
-    model, size = _model(), dist.get_world_size()
-    world = World(method, size)
-    for step in range(steps):
-        gradients = []
-        for rank in range(size):
-            model.zero_grad()
-            loss_of(model, rank, step).backward()
-            gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        for name, p in model.named_parameters():
-            outcome = world.exchange([g[name] for g in gradients], name=name, momentum=momentum)[0]
-            with torch.no_grad():
-                p.add_(outcome.direction, alpha=-0.05)
-    return model
+def _lockstep(method, momentum=0.0):
+    size = dist.get_world_size()
+    return lockstep(method, STEPS, loss_of, momentum, _model(), size, lambda x: [x])
 
 
 def trains_as_the_lockstep_world() -> None:
@@ -114,16 +99,16 @@ def trains_as_the_lockstep_world() -> None:
         Ring(equal=False),
     ):
         model, _ = _distributed(method)
-        _train(model, range(STEPS))
+        train(model, range(STEPS))
         assert_same_everywhere(model)
         if not isinstance(method, FP16 | BF16):  # which are rounded at every hop here
-            assert_close(model, _lockstep(method, STEPS))
+            assert_close(model, _lockstep(method))
 
 
 def momentum_and_names() -> None:
     model, state = _distributed("dgc:density=0.05,indices=int32", momentum=0.9)
-    _train(model, range(STEPS))
-    assert_close(model, _lockstep(DGC(density=0.05), STEPS, momentum=0.9))
+    train(model, range(STEPS))
+    assert_close(model, _lockstep(DGC(density=0.05), momentum=0.9))
     record = state.stats().layers["0.weight"]
     assert record.steps == STEPS
     assert record.elements_sent == STEPS * 128
@@ -137,21 +122,21 @@ def momentum_and_names() -> None:
 def checkpoints_go_on() -> None:
     method = DGC(density=0.05, momentum=0.9)
     model, state = _distributed(method)
-    _train(model, range(3))
+    train(model, range(3))
     weights = copy.deepcopy(model.module.state_dict())
     own, common = state.state_dict(consolidate=False), state.state_dict()
     residual = common["states"]["0.weight"]["residual"]
     total = own["states"]["0.weight"]["residual"].clone()
     dist.all_reduce(total)
     torch.testing.assert_close(residual * dist.get_world_size(), total)
-    _train(model, range(3, 6))
+    train(model, range(3, 6))
     again, later = _distributed(method)
     again.module.load_state_dict(weights)
     later.load_state_dict(own)
-    _train(again, range(3, 6))
+    train(again, range(3, 6))
     assert_close(model, again)  # DDP fuses in another way in its first steps
     later.load_state_dict(common)
-    _train(again, range(6, 8))
+    train(again, range(6, 8))
     assert_same_everywhere(again)
 
 
@@ -159,20 +144,18 @@ def a_checkpoint_may_have_all_ranks() -> None:
     """A rank that loads its own goes on with the same bits, and another number of ranks gets the
     mean."""
     model, state = _distributed("topk:density=0.05", residuals="ranks")
-    _train(model, range(3))
+    train(model, range(3))
     weights, saved = copy.deepcopy(model.module.state_dict()), state.state_dict()
     rank, size = dist.get_rank(), dist.get_world_size()
     assert ("ranks" in saved) == (rank == 0)
-    everyones = [saved]
-    dist.broadcast_object_list(everyones)
-    [saved] = everyones
+    saved = from_rank_0(saved)
     again, later = _distributed("topk:density=0.05")
     again.module.load_state_dict(weights)
     later.load_state_dict(saved)
     for name, own in state.reducer.store.states.items():
         assert torch.equal(own["residual"], later.reducer.store.states[name]["residual"])
     for each in (model, again):
-        _train(each, range(3, 6))
+        train(each, range(3, 6))
     assert_equal(model, again)
     everyones = [{"0.weight": states["0.weight"]} for states in saved["ranks"]]
     fewer = {
@@ -195,7 +178,7 @@ def a_method_is_chosen_in_the_first_steps() -> None:
     method = Auto(steps=2)
     model, state = _distributed(method)
     with mock.patch.object(Auto, "choice", return_value=(text, "for a test")):
-        _train(model, range(8))
+        train(model, range(8))
     assert_same_everywhere(model)
     assert state.stats().choice["method"] == text
     assert any(x["residual"].any() for x in state.reducer.store.states.values() if x)
@@ -204,7 +187,7 @@ def a_method_is_chosen_in_the_first_steps() -> None:
     again.module.load_state_dict(model.module.state_dict())
     other.load_state_dict(saved)
     with mock.patch.object(auto, "measured_network", None):  # nothing is measured again
-        _train(again, range(8, 12))
+        train(again, range(8, 12))
     assert other.stats().choice["method"] == text
     assert_same_everywhere(again)
 
@@ -212,13 +195,11 @@ def a_method_is_chosen_in_the_first_steps() -> None:
 def a_loss_scale_is_refused_where_residuals_wait() -> None:
     for method, keeps in (("topk:density=0.05", True), ("fp16", False)):
         model, state = _distributed(method)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        scaled = scaler.scale(model(torch.ones(2, 40, device=DEVICE)).sum())
+        loss = model(torch.ones(2, 40, device=DEVICE)).sum()
         if keeps:
-            with pytest.raises(ConfigError, match=r"topk keeps residuals.*train in bfloat16"):
-                scaled.backward()
+            assert_refuses_loss_scale(loss, "topk keeps residuals")
         else:
-            scaled.backward()
+            torch.amp.GradScaler("cpu", init_scale=2.0**10).scale(loss).backward()
             assert_same_everywhere(model)
         assert state.reducer.step == (not keeps)
 
@@ -226,7 +207,7 @@ def a_loss_scale_is_refused_where_residuals_wait() -> None:
 def nan_reaches_every_rank_and_no_state() -> None:
     for method in (TopK(density=0.05), DGC(density=0.05, momentum=0.9), "powersgd"):
         model, state = _distributed(method)
-        _train(model, range(2))
+        train(model, range(2))
         before = states_of(state)
         loss = loss_of(model, dist.get_rank(), 2)
         (loss * float("nan") if dist.get_rank() == 0 else loss).backward()
@@ -247,7 +228,7 @@ def a_state_may_be_made_before_its_model() -> None:
     for each in (state, early):
         each.set_epoch(0)
     for each in (model, late_model):
-        _train(each, range(STEPS))
+        train(each, range(STEPS))
     assert_equal(model, late_model)
     places = [name for name, _ in model.module.named_parameters()]
     for i, name in enumerate(places):
@@ -263,7 +244,7 @@ def a_state_may_be_made_before_its_model() -> None:
     other = DistributedDataParallel(copy.deepcopy(late_model.module), bucket_cap_mb=25)
     other.register_comm_hook(again, ddp_hook)
     for each in (late_model, other):
-        _train(each, range(STEPS, 2 * STEPS))
+        train(each, range(STEPS, 2 * STEPS))
     assert_same_everywhere(other)
     assert_close(other, late_model)
     assert again.reducer.step == 2 * STEPS
@@ -274,7 +255,7 @@ def a_state_may_be_made_before_the_process_group() -> None:
     other = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
     other.register_comm_hook(EARLY[0], ddp_hook)
     for each in (model, other):
-        _train(each, range(STEPS))
+        train(each, range(STEPS))
     assert_equal(model, other)
 
 
@@ -284,14 +265,14 @@ def an_exception_in_the_middle_of_backward_ends_one_model_and_no_state() -> None
         model = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
         state = DDPState("topk:density=0.05", None if early else model)
         model.register_comm_hook(state, ddp_hook)
-        _train(model, range(2 - early))  # before any, or after some
+        train(model, range(2 - early))  # before any, or after some
 
         def fail(gradient):
             raise RuntimeError("in the middle")
 
         hook = model.module[0].weight.register_hook(fail)
         with pytest.raises(RuntimeError, match="in the middle"):
-            _train(model, range(1))
+            train(model, range(1))
         hook.remove()
         assert state._buckets, "some were on their way"
         residuals = {n: dict(s) for n, s in state.reducer.store.states.items()}
@@ -301,24 +282,24 @@ def an_exception_in_the_middle_of_backward_ends_one_model_and_no_state() -> None
         gc.collect()  # with its hooks
         again = DistributedDataParallel(inner, bucket_cap_mb=0.005)
         again.register_comm_hook(state, ddp_hook)
-        _train(again, range(2, 5))
+        train(again, range(2, 5))
         assert_same_everywhere(again)
         other, _ = _distributed("topk:density=0.05")
-        _train(other, range(2 - early))
-        _train(other, range(2, 5))
+        train(other, range(2 - early))
+        train(other, range(2, 5))
         assert_close(again, other)
         assert residuals.keys() <= state.reducer.store.states.keys()
 
 
 def a_state_dict_of_other_names_is_refused() -> None:
     model, state = _distributed("topk:density=0.05")
-    _train(model, range(2))
+    train(model, range(2))
     early = DDPState("topk:density=0.05")
     early.load_state_dict(state.state_dict())
     late_model = DistributedDataParallel(_model())
     late_model.register_comm_hook(early, ddp_hook)
     with pytest.raises(ConfigError, match=r"0\.bias.*with the model or without"):
-        _train(late_model, range(1))
+        train(late_model, range(1))
 
 
 def a_state_serves_one_model() -> None:
@@ -328,9 +309,9 @@ def a_state_serves_one_model() -> None:
         models = [DistributedDataParallel(m, bucket_cap_mb=0.005) for m in (inner, _model())]
         for model in models:
             model.register_comm_hook(state, ddp_hook)
-        _train(models[0], range(2))
+        train(models[0], range(2))
         with pytest.raises(ConfigError, match="make one for each"):
-            _train(models[1], range(1))
+            train(models[1], range(1))
 
 
 class _Given(torch.nn.Module):
@@ -431,8 +412,7 @@ def residuals_survive_a_change_of_memory_format() -> None:
         _, state, found = _steps(last, method, range(1, 4))
         saved = copy.deepcopy(state.state_dict(consolidate=False))
         _, _, later = _steps(plain, method, range(4, 7), saved)
-        for average, right in zip(found["w"] + later["w"], expected["w"], strict=True):
-            torch.testing.assert_close(average, right, rtol=1e-5, atol=1e-6)
+        assert_close(found["w"] + later["w"], expected["w"], rtol=1e-5, atol=1e-6)
 
 
 class _Known(torch.nn.Module):
@@ -497,8 +477,7 @@ def replicas_of_a_tensor_parallel_model_are_averaged() -> None:
         (model(torch.ones(2, 4, device=DEVICE) * (1 + rank // shape[1])) ** 2).sum().backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    for found, right in zip(gradients(True), gradients(False), strict=True):
-        torch.testing.assert_close(found, right)
+    torch.testing.assert_close(gradients(True), gradients(False))
 
 
 def what_is_no_bucket_of_dense_gradients_is_refused() -> None:
@@ -593,18 +572,7 @@ def hooks_of_a_state_end_with_it() -> None:
 
 def a_discarded_pass_leaves_no_trace() -> None:
     for method in (TopK(density=0.1), DGC(density=0.1, momentum=0.9), OneBit(), "powersgd"):
-        (model, state), (twin, its_state) = _distributed(method), _distributed(method)
-        state.keep_undo()
-        _train(model, range(2))
-        _train(twin, range(2))
-        model.zero_grad()
-        (100 * loss_of(model, dist.get_rank(), 50)).backward()
-        state.discard()
-        _train(model, range(2, 4))
-        _train(twin, range(2, 4))
-        assert_equal(model, twin)
-        assert_same_states(states_of(state), states_of(its_state))
-        assert state.reducer.step == its_state.reducer.step == 4
+        assert_no_trace_of_discarded(_distributed, method)
 
 
 @_of_several
@@ -612,7 +580,7 @@ def ranks_with_fewer_batches_join() -> None:
     """They send zeros, and what waits."""
     model, state = _distributed("topk:density=0.1")
     with model.join():
-        _train(model, range(2 + dist.get_rank()))
+        train(model, range(2 + dist.get_rank()))
     assert state.reducer.step == 1 + dist.get_world_size()
     assert_same_everywhere(model)
 
@@ -640,32 +608,32 @@ def over_nccl_ranks_that_differ_learn_it_a_step_later() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProcessGroupEngine, "_arrives_late", lambda engine, handle: True)
         model, state = _distributed("topk:density=0.5")
-        _train(model, range(3))
+        train(model, range(3))
         state.reducer.step += dist.get_rank()
-        _train(model, range(3, 4))
+        train(model, range(3, 4))
         with pytest.raises(MismatchError, match=r"step\n    rank 0: 3\n    rank 1: 4"):
-            _train(model, range(4, 5))
+            train(model, range(4, 5))
 
 
 def mistakes_are_errors() -> None:
-    with pytest.raises(ConfigError, match="give the optimizer momentum=0"):
-        DDPState("dgc", _model())
-    with pytest.raises(ConfigError, match="leaves momentum to the optimizer"):
-        DDPState("topk", _model(), momentum=0.9)
-    with pytest.raises(ConfigError, match="leaves momentum to the optimizer"):
-        DDPState("topk", momentum=0.9)
     with pytest.raises(ConfigError, match="DDPState"):
         ddp_hook(None, None)
-    with pytest.raises(ConfigError, match="'all'"):
-        DDPState("topk", residuals="all")
-    for options in ({"model": [_model()]}, {"model": torch.nn.Linear}, {"process_group": [0]}):
-        with pytest.raises(ConfigError, match=next(iter(options))):
-            DDPState("dgc", **{"momentum": 0.9, **options})
+    for words, method, options in (
+        ("give the optimizer momentum=0", "dgc", {"model": _model()}),
+        ("leaves momentum to the optimizer", "topk", {"model": _model(), "momentum": 0.9}),
+        ("leaves momentum to the optimizer", "topk", {"momentum": 0.9}),
+        ("'all'", "topk", {"residuals": "all"}),
+        ("model", "dgc", {"momentum": 0.9, "model": [_model()]}),
+        ("model", "dgc", {"momentum": 0.9, "model": torch.nn.Linear}),
+        ("process_group", "dgc", {"momentum": 0.9, "process_group": [0]}),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            DDPState(method, **options)
     model, state = _distributed("topk")
     for saved in (None, 3, [], {"states": 3}):
         with pytest.raises(ConfigError, match="nothing was changed"):
             state.load_state_dict(saved)
-    _train(model, range(1))  # or the state would warn that it was never used
+    train(model, range(1))  # or the state would warn that it was never used
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import hvd_compress.tensorflow.keras as hvd
 
 #: workers, and the steps before rank 0 asks for another number of them
 SIZES, STEPS = [1, 2, 3, 2, 3], 3
-folder, hosts, *after = map(Path, sys.argv[1:])
+folder, *after = map(Path, sys.argv[1:])
 tf.config.threading.set_inter_op_parallelism_threads(2)
 tf.config.threading.set_intra_op_parallelism_threads(1)
 hvd.init()
@@ -58,7 +58,7 @@ class Steps(keras.callbacks.Callback):
             note(event="dies", step=state.step)
             os.kill(os.getpid(), signal.SIGKILL)
         if hvd.rank() == 0 and state.stage < len(after) and after[state.stage].exists():
-            after[state.stage].replace(hosts)
+            after[state.stage].replace(folder / "hosts")
         if state.stage == len(SIZES) - 1:
             self.model.stop_training = True
 

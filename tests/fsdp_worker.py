@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hvd_compress.torch as hvd
 from hvd_compress import Sum, method_names
-from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import ConfigError, MismatchError, NeedsTuning, UnsupportedError
 from hvd_compress.methods import as_compressor
 from hvd_compress.torch.ddp.process_groups import ReplicaEngine
@@ -35,18 +34,24 @@ from tests.devices import DEVICE
 from tests.group_worker import (
     assert_close,
     assert_equal,
+    assert_no_trace_of_discarded,
+    assert_refuses_loss_scale,
     assert_same_everywhere,
     assert_same_states,
+    from_rank_0,
     loss_of,
+    mesh_of,
+    sgd,
     states_of,
     tensors_of,
+    train,
 )
+from tests.in_nodes import gradients_of, lockstep
 from tests.scenarios import of_program
 
-STEPS, LR = 4, 0.05
+STEPS = 4
 DGC = "dgc:density=0.05,momentum=0.9,min_size=0"
 HALVES = (torch.bfloat16, torch.float16)
-MESHES: dict[str, DeviceMesh] = {}
 
 
 #: scenarios that say nothing with this version of PyTorch, and why
@@ -87,7 +92,7 @@ def _sharded(mesh, model=None, **options):
 
 
 def _compressed(method, *, policy=None, **options):
-    mesh, policies = MESHES["2x2"], {} if policy is None else {"mp_policy": policy}
+    mesh, policies = mesh_of(2, 2), {} if policy is None else {"mp_policy": policy}
     model = _sharded(mesh["shard"], **policies)
     return model, hvd.compress_replicas(model, mesh["replica"], method, **options)
 
@@ -97,23 +102,7 @@ def _loss(model, step):
 
 
 def _assert_same_in_replicas(model):
-    assert_same_everywhere(model, MESHES["2x2"]["replica"].get_group())
-
-
-def _sgd(model, momentum=0.0):
-    return torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum)
-
-
-def _train(model, steps, optimizer=None):
-    optimizer = optimizer or _sgd(model)
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = _loss(model, step)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    assert_same_everywhere(model, mesh_of(2, 2)["replica"].get_group())
 
 
 def _in_backward(model, function):
@@ -125,28 +114,17 @@ def _in_backward(model, function):
     return model.inner.register_forward_hook(watch)
 
 
-def _lockstep(method, steps, momentum=0.0):
-    """This rank's parts after training in one process: means of a replica's gradients, cut into
-    shards, of which each meets the other replica's."""
-    model, mesh = _model(), MESHES["2x2"]
-    worlds, replicas = [World(as_compressor(method), 2) for _ in range(2)], mesh.mesh.tolist()
-    for step in range(steps):
-        means = []
-        for ranks in replicas:
-            model.zero_grad()
-            (sum(loss_of(model, rank, step) for rank in ranks) / len(ranks)).backward()
-            means.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        for name, p in model.named_parameters():
-            cut = [torch.chunk(mean[name], 2) for mean in means]
-            directions = [
-                world.exchange(list(shards), name=name, momentum=momentum)[0].direction
-                for world, *shards in zip(worlds, *cut, strict=False)
-            ]
-            with torch.no_grad():
-                p.add_(torch.cat(directions), alpha=-LR)
-    place = mesh["shard"].get_local_rank()
-    chunks = [torch.chunk(p.detach(), 2) for p in model.parameters()]
-    return [each[place] if place < len(each) else each[0][:0] for each in chunks]
+def _chunks(x):
+    """An array as FSDP2 divides it."""
+    middle = (len(x) + 1) // 2
+    return [x[:middle], x[middle:]]
+
+
+def _lockstep(method, momentum=0.0):
+    """This rank's parts after training in one process."""
+    model = lockstep(method, STEPS, loss_of, momentum, _model(), cut=_chunks)
+    place = mesh_of(2, 2)["shard"].get_local_rank()
+    return [_chunks(p.detach())[place] for p in model.parameters()]
 
 
 # -- training ------------------------------------------------------------------------------------
@@ -155,27 +133,27 @@ def _lockstep(method, steps, momentum=0.0):
 def trains_as_the_lockstep_world() -> None:
     for method in ("none", "topk:density=0.05", "randomk:density=0.1", "onebit:column=16"):
         model, exchange = _compressed(method)
-        _train(model, range(STEPS))
+        train(model, range(STEPS))
         _assert_same_in_replicas(model)
-        assert_close(model, _lockstep(method, STEPS))
+        assert_close(model, _lockstep(method))
         record = exchange.stats().layers["inner.weight"]
         shard = model.inner.weight.to_local()
         assert record.steps == STEPS
         assert record.elements == STEPS * shard.numel()
     model, _ = _compressed(DGC)
-    _train(model, range(STEPS))
-    assert_close(model, _lockstep(DGC, STEPS, momentum=0.9))
+    train(model, range(STEPS))
+    assert_close(model, _lockstep(DGC, momentum=0.9))
 
 
 def whole_shards_have_the_bits_of_ddp() -> None:
     """Four replicas of one shard are what DistributedDataParallel trains."""
-    mesh = MESHES["4x1"]
+    mesh = mesh_of(4, 1)
     for method in ("topk:density=0.05", DGC, "qsgd"):
         model = _sharded(mesh["shard"])
         hvd.compress_replicas(model, mesh["replica"], method)
         ddp = DistributedDataParallel(_model())
         ddp.register_comm_hook(hvd.DDPState(method, ddp), hvd.ddp_hook)
-        losses = [_train(each, range(STEPS)) for each in (model, ddp)]
+        losses = [train(each, range(STEPS)) for each in (model, ddp)]
         if method == DGC:  # sums of Gloo depend on the place in the bucket
             assert losses[0] == pytest.approx(losses[1], rel=1e-6)
             assert_close(model, ddp, rtol=1e-5, atol=1e-7)
@@ -197,30 +175,30 @@ def every_method_goes_on_from_its_state() -> None:
             refused.add(name)
             continue
         exchange.set_epoch(0)
-        _train(model, range(1))
+        train(model, range(1))
         weights = [x.clone() for x in tensors_of(model)]
         saved = copy.deepcopy(exchange.state_dict())
-        _train(model, range(1, 2))
+        train(model, range(1, 2))
         _assert_same_in_replicas(model)
         again, other = _compressed(name, **options)
         for x, y in zip(tensors_of(again), weights, strict=True):
             x.copy_(y)
         other.load_state_dict(saved)
-        _train(again, range(1, 2))
+        train(again, range(1, 2))
         assert all(map(torch.equal, tensors_of(again), tensors_of(model))), name
     assert refused == {"onebit_adam", "zero_one_adam"}  # which are optimizers
 
 
 def _take_nan(model, exchange, clip):
     """Train with a gradient of one rank that is not finite in between."""
-    _train(model, range(2))
+    train(model, range(2))
     before = states_of(exchange)
     loss = _loss(model, 2)
     (loss * float("nan") if dist.get_rank() == 0 else loss).backward()
     assert not clip(model).isfinite()  # on every rank, so that all leave the step out
     assert_same_states(states_of(exchange), before)
     model.zero_grad()
-    _train(model, range(3, 5))
+    train(model, range(3, 5))
 
 
 def nan_reaches_every_replica_and_no_state() -> None:
@@ -236,31 +214,20 @@ def nan_reaches_every_replica_and_no_state() -> None:
 
 def a_discarded_pass_leaves_no_trace() -> None:
     for method in ("topk:density=0.05", "onebit:column=16"):
-        (model, exchange), (twin, its_exchange) = _compressed(method), _compressed(method)
-        exchange.keep_undo()
-        _train(model, range(2))
-        _train(twin, range(2))
-        (100 * _loss(model, 50)).backward()
-        exchange.discard()
-        _train(model, range(2, 4))
-        _train(twin, range(2, 4))
-        assert_equal(model, twin)
-        assert_same_states(states_of(exchange), states_of(its_exchange))
+        assert_no_trace_of_discarded(_compressed, method)
 
 
 def a_loss_scale_is_refused_where_residuals_wait() -> None:
     model, exchange = _compressed("topk:density=0.05")
-    scaled = torch.amp.GradScaler("cpu", init_scale=2.0**10).scale(_loss(model, 0))
-    with pytest.raises(ConfigError, match=r"topk keeps residuals.*train in bfloat16"):
-        scaled.backward()
+    assert_refuses_loss_scale(_loss(model, 0), "topk keeps residuals")
     assert exchange.reducer.step == 0
 
 
 def clipping_sees_the_averages() -> None:
-    native, (model, _) = _sharded(MESHES["2x2"]), _compressed("none")
+    native, (model, _) = _sharded(mesh_of(2, 2)), _compressed("none")
     norms = []
     for each in (native, model):
-        optimizer = _sgd(each)
+        optimizer = sgd(each)
         for step in range(STEPS):
             optimizer.zero_grad()
             _loss(each, step).backward()
@@ -276,17 +243,16 @@ def clipping_before_the_exchange_goes_by_the_gradient_of_the_replica() -> None:
     model, exchange = _compressed(method)
     norm, found = exchange.reducer.store.norm, []
     exchange.reducer.store.norm = lambda x: found.append(norm(x)) or found[-1]
-    _train(model, range(1))
-    alone, mesh = _model(), MESHES["2x2"]
-    ranks = next(ranks for ranks in mesh.mesh.tolist() if dist.get_rank() in ranks)
-    (sum(loss_of(alone, rank, 0) for rank in ranks) / len(ranks)).backward()
-    right = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+    train(model, range(1))
+    mesh = mesh_of(2, 2)
+    means = gradients_of(_model(), mesh["replica"].get_local_rank(), 0, loss_of)
+    right = torch.nn.utils.get_total_norm(means.values()).item()
     assert found == [pytest.approx(right, rel=1e-5)]
 
     small = fully_shard(torch.nn.Linear(8, 1, bias=False).to(DEVICE), mesh=mesh["shard"])
     hvd.compress_replicas(small, mesh["replica"], method)
     small(torch.ones(2, 8, device=DEVICE)).sum().backward()
-    _sgd(small).step()
+    sgd(small).step()
     assert torch.cat([x.reshape(-1) for x in tensors_of(small)]).isfinite().all()
 
 
@@ -304,9 +270,9 @@ def gradients_accumulate() -> None:
         model.set_is_last_backward(is_last)
 
     for announce, passes in ((without_sync, 1), (without_all_reduce, 1), (last_backward, 3)):
-        native, (model, exchange) = _sharded(MESHES["2x2"]), _compressed("none")
+        native, (model, exchange) = _sharded(mesh_of(2, 2)), _compressed("none")
         for each in (native, model):
-            optimizer = _sgd(each)
+            optimizer = sgd(each)
             for step in range(2):
                 optimizer.zero_grad()
                 for part in range(3):
@@ -323,14 +289,14 @@ def gradients_accumulate() -> None:
 def gradients_of_zero_grad_stay_where_they_are() -> None:
     model, _ = _compressed("topk:density=0.05")
     reference, _ = _compressed("topk:density=0.05")
-    optimizer, places = _sgd(model), set()
+    optimizer, places = sgd(model), set()
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=False)
         _loss(model, step).backward()
         optimizer.step()
         places.add(tuple(p.grad.to_local().data_ptr() for p in model.parameters()))
     assert len(places) == 1
-    _train(reference, range(STEPS))
+    train(reference, range(STEPS))
     assert_equal(model, reference)
 
 
@@ -339,10 +305,10 @@ def mixed_precision() -> None:
     full = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32)
     half = MixedPrecisionPolicy(param_dtype=bf16)
     for policy, size in ((full, 4), (half, 2)):
-        native = _sharded(MESHES["2x2"], mp_policy=policy)
-        _train(native, range(STEPS))
+        native = _sharded(mesh_of(2, 2), mp_policy=policy)
+        train(native, range(STEPS))
         model, exchange = _compressed("none", policy=policy)
-        _train(model, range(STEPS))
+        train(model, range(STEPS))
         _assert_same_in_replicas(model)
         assert_close(native, model, rtol=1e-2, atol=1e-3)
         total = exchange.stats().total
@@ -352,18 +318,18 @@ def mixed_precision() -> None:
         assert total.bytes_sent == arrived * total.elements
         for method in ("topk:density=0.05", "powersgd"):
             model, exchange = _compressed(method, policy=policy)
-            _train(model, range(2))
+            train(model, range(2))
             exchange.load_state_dict(exchange.state_dict())
-            _train(model, range(2, STEPS))
+            train(model, range(2, STEPS))
             _assert_same_in_replicas(model)
             assert model.inner.weight.grad.dtype == torch.float32
             if method == "topk:density=0.05":
                 assert states_of(exchange)["inner.weight"]["residual"].dtype == torch.float32
     fp16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)  # which FSDP2 divides twice
-    native = _sharded(MESHES["2x2"], mp_policy=fp16)
+    native = _sharded(mesh_of(2, 2), mp_policy=fp16)
     model, _ = _compressed("none", policy=fp16)
     for each in (native, model):
-        _train(each, range(STEPS))
+        train(each, range(STEPS))
     assert_close(native, model, rtol=1e-2, atol=1e-3)
 
 
@@ -387,7 +353,7 @@ def a_divide_factor_counts_as_in_native_hsdp() -> None:
         is_fp16 = getattr(policy, "reduce_dtype", None) == torch.float16
         if not forced and not is_fp16 and DEVICE.type == "cpu":
             continue  # Gloo cannot multiply before it adds
-        native, mesh = _sharded(MESHES["2x2"], **options), MESHES["2x2"]
+        native, mesh = _sharded(mesh_of(2, 2), **options), mesh_of(2, 2)
         model = _sharded(mesh["shard"], **options)
         for each in (native, model):
             each.inner.set_gradient_divide_factor(4.0)
@@ -418,10 +384,10 @@ def half_precisions_are_added_in_float32() -> None:
 def starts_during_backward() -> None:
     """The last layer's exchange is under way when the first layer's gradient is computed."""
     model, exchange = _compressed("topk:density=0.05")
-    _train(model, range(2))
+    train(model, range(2))
     seen = []
     _in_backward(model, lambda: seen.append([module.name for module in exchange._begun]))
-    _train(model, range(2, 3))
+    train(model, range(2, 3))
     assert seen == [["head", "middle"]]
     assert not exchange._begun
 
@@ -430,7 +396,7 @@ def starts_during_backward() -> None:
 
 
 def replicas_begin_alike() -> None:
-    mesh = MESHES["2x2"]
+    mesh = mesh_of(2, 2)
     torch.manual_seed(mesh["replica"].get_local_rank())
     model = _sharded(mesh["shard"], _Model())
     hvd.compress_replicas(model, mesh["replica"], "topk")
@@ -441,7 +407,7 @@ def frozen_parameters() -> None:
     model, exchange = _compressed("topk:density=0.05")
     model.inner.requires_grad_(False)
     model.head.weight.requires_grad_(False)
-    _train(model, range(2))
+    train(model, range(2))
     assert set(exchange.state_dict()[f"rank {dist.get_rank()}"]["states"]) <= {
         "middle.weight",
         "middle.bias",
@@ -449,11 +415,11 @@ def frozen_parameters() -> None:
         "scale",
     }
     model.requires_grad_(True)
-    _train(model, range(2, 4))
+    train(model, range(2, 4))
     _assert_same_in_replicas(model)
     model.inner.requires_grad_(False)  # whose state stays
     exchange.load_state_dict(exchange.state_dict())
-    _train(model, range(4, 5))
+    train(model, range(4, 5))
 
 
 def _partly_used():
@@ -461,11 +427,11 @@ def _partly_used():
         def forward(self, x):
             return self.head(self.inner(x).tanh()) * self.head.weight.sum()
 
-    mesh = MESHES["2x2"]
+    mesh = mesh_of(2, 2)
     part = fully_shard(Half(), mesh=mesh["shard"])
     hvd.compress_replicas(part, mesh["replica"], "topk:density=0.05")
     with pytest.raises(UnsupportedError, match="set_reduce_scatter_unused_params"):
-        _train(part, range(1))
+        train(part, range(1))
     return part
 
 
@@ -478,7 +444,7 @@ def unused_parameters_that_fsdp_reduces() -> None:
     part = _partly_used()
     part.reset_iter_state()
     part.set_reduce_scatter_unused_params(True)
-    _train(part, range(2))
+    train(part, range(2))
     _assert_same_in_replicas(part)
 
 
@@ -512,7 +478,7 @@ def _together(mesh, model):
 
 
 def models_of_all_kinds_train_as_in_native_hsdp() -> None:
-    mesh = MESHES["2x2"]
+    mesh = mesh_of(2, 2)
     kinds = (_Model, _sharded), (_Model, _together), (_Twice, _sharded)
     for cls, shard in (*kinds, (_Again, _sharded), (_Reentrant, _sharded)):
         models = []
@@ -520,7 +486,7 @@ def models_of_all_kinds_train_as_in_native_hsdp() -> None:
             torch.manual_seed(0)
             models.append(shard(shape, cls().to(DEVICE)))
         exchange = hvd.compress_replicas(models[1], mesh["replica"], "none")
-        losses = [_train(each, range(STEPS), _sgd(each, momentum=0.9)) for each in models]
+        losses = [train(each, range(STEPS), sgd(each, momentum=0.9)) for each in models]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
         assert_close(models[0], models[1], rtol=1e-6, atol=1e-7)
         assert exchange.stats().total.ratio == 1
@@ -533,16 +499,16 @@ def _failed_in_backward(model):
     def fail():
         raise RuntimeError("in the middle")
 
-    _train(model, range(2))
+    train(model, range(2))
     handle = _in_backward(model, fail)
     with pytest.raises(RuntimeError, match="in the middle"):
-        _train(model, range(2, 3))
+        train(model, range(2, 3))
     handle.remove()
 
 
 def an_exception_in_the_middle_of_backward_enters_no_state() -> None:
     (model, exchange), (twin, its_exchange) = (_compressed("topk:density=0.05") for _ in range(2))
-    _train(twin, range(2))
+    train(twin, range(2))
     _failed_in_backward(model)
     assert exchange._begun, "some were on their way"
     assert_same_states(states_of(exchange), states_of(its_exchange))
@@ -551,12 +517,12 @@ def an_exception_in_the_middle_of_backward_enters_no_state() -> None:
 @_going_on
 def an_exception_in_the_middle_of_backward_ends_one_step() -> None:
     """Gradients of the root, which FSDP2 itself keeps, are as in native HSDP."""
-    native, (model, _) = _sharded(MESHES["2x2"]), _compressed("none")
+    native, (model, _) = _sharded(mesh_of(2, 2)), _compressed("none")
     biased, _ = _compressed("topk:density=0.05")
     for each in (native, model, biased):
         _failed_in_backward(each)
         each.reset_iter_state()
-        _train(each, range(3, 5))
+        train(each, range(3, 5))
     assert_close(native, model)
     _assert_same_in_replicas(biased)
 
@@ -584,36 +550,35 @@ class _Saved:
 
 
 def distributed_checkpoints_resume_bit_for_bit() -> None:
-    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folders)
+    folder = from_rank_0(tempfile.mkdtemp() if dist.get_rank() == 0 else None)
     for number, method in enumerate(("topk:density=0.05", DGC, "powersgd", "none")):
         momentum = 0.0 if method == DGC else 0.9
 
         def fresh(method=method, momentum=momentum):
             model, exchange = _compressed(method)
-            optimizer = _sgd(model, momentum)
+            optimizer = sgd(model, momentum)
             saved = _Saved(model, optimizer)
             return model, optimizer, exchange, {"training": saved, "exchange": exchange}
 
         model, optimizer, exchange, everything = fresh()
-        _train(model, range(3), optimizer)
-        path = str(Path(folders[0]) / str(number))
+        train(model, range(3), optimizer)
+        path = str(Path(folder) / str(number))
         dcp.save(everything, checkpoint_id=path)
-        _train(model, range(3, 6), optimizer)
+        train(model, range(3, 6), optimizer)
 
         again, its_optimizer, other, everything = fresh()
         for x in tensors_of(again):
             x.zero_()
         dcp.load(everything, checkpoint_id=path)
         assert other.reducer.step == 3
-        _train(again, range(3, 6), its_optimizer)
+        train(again, range(3, 6), its_optimizer)
         assert_equal(again, model)
         assert_same_states(states_of(other), states_of(exchange))
 
 
 def states_of_others_are_refused() -> None:
     model, exchange = _compressed("topk:density=0.05")
-    _train(model, range(2))
+    train(model, range(2))
     own, (rest,) = f"rank {dist.get_rank()}", exchange.state_dict().values()
     with pytest.raises(ConfigError, match=r"it has rank 9, and this is rank \d"):
         exchange.load_state_dict({"rank 9": rest})
@@ -632,38 +597,30 @@ def states_of_others_are_refused() -> None:
 
 
 def mistakes_are_errors() -> None:
-    mesh = MESHES["2x2"]
+    mesh = mesh_of(2, 2)
     replica, shard = mesh["replica"], mesh["shard"]
-    compress = hvd.compress_replicas
-    with pytest.raises(ConfigError, match="fully_shard was not called"):
-        compress(_model(), replica, "topk")
-    with pytest.raises(ConfigError, match="both dimensions of the mesh"):
-        compress(_sharded(mesh), replica, "topk")
-    world = init_device_mesh(DEVICE.type, (4,))
-    with pytest.raises(ConfigError, match="divided among ranks 0, 1, 2, 3, and ranks"):
-        compress(_sharded(world), replica, "topk")
-    with pytest.raises(ConfigError, match="divided among ranks"):
-        compress(_sharded(shard), shard, "topk")
-    with pytest.raises(ConfigError, match="one replica only"):
-        compress(_sharded(shard), MESHES["4x1"]["shard"], "topk")
-    with pytest.raises(ConfigError, match="has 2 dimensions"):
-        compress(_sharded(shard), mesh, "topk")
-    with pytest.raises(ConfigError, match="as a mesh"):
-        compress(_sharded(shard), 2, "topk")
-    with pytest.raises(ConfigError, match="give the optimizer momentum=0"):
-        compress(_sharded(shard), replica, "dgc")
-    with pytest.raises(ConfigError, match="leaves momentum to the optimizer"):
-        compress(_sharded(shard), replica, "topk", momentum=0.9)
     model, _ = _compressed("topk")
-    with pytest.raises(ConfigError, match="call compress_replicas once"):
-        compress(model, replica, "topk")
+    for words, its, among, method, options in (
+        ("fully_shard was not called", _model(), replica, "topk", {}),
+        ("both dimensions of the mesh", _sharded(mesh), replica, "topk", {}),
+        ("among ranks 0, 1, 2, 3, and ranks", _sharded(mesh_of(4)), replica, "topk", {}),
+        ("divided among ranks", _sharded(shard), shard, "topk", {}),
+        ("one replica only", _sharded(shard), mesh_of(4, 1)["shard"], "topk", {}),
+        ("has 2 dimensions", _sharded(shard), mesh, "topk", {}),
+        ("as a mesh", _sharded(shard), 2, "topk", {}),
+        ("give the optimizer momentum=0", _sharded(shard), replica, "dgc", {}),
+        ("leaves momentum to the opt", _sharded(shard), replica, "topk", {"momentum": 0.9}),
+        ("call compress_replicas once", model, replica, "topk", {}),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            hvd.compress_replicas(its, among, method, **options)
     model.inner.weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(UnsupportedError, match="step after loss"):
-        _train(model, range(1))
+        train(model, range(1))
 
 
 def models_of_fsdp1_are_told_to_use_fully_shard() -> None:
-    shard, replica = MESHES["2x2"]["shard"], MESHES["2x2"]["replica"]
+    shard, replica = mesh_of(2, 2)["shard"], mesh_of(2, 2)["replica"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says that FSDP2 has come
         model = FullyShardedDataParallel(
@@ -673,7 +630,7 @@ def models_of_fsdp1_are_told_to_use_fully_shard() -> None:
         hvd.compress_replicas(model, replica, "topk")
     for method in (hvd.DiLoCo, hvd.LocalSGD):
         with pytest.raises(UnsupportedError, match=r"left this rank a part.*Write fully_shard"):
-            hvd.DistributedOptimizer(_sgd(model), method=method, process_set=replica)
+            hvd.DistributedOptimizer(sgd(model), method=method, process_set=replica)
 
 
 def all_ranks_learn_that_one_differs() -> None:
@@ -685,7 +642,7 @@ def all_ranks_learn_that_one_differs() -> None:
     model, exchange = _compressed("topk:density=0.05")
     exchange.set_epoch(dist.get_rank() // 2)
     with pytest.raises(MismatchError, match="epoch"):
-        _train(model, range(1))
+        train(model, range(1))
 
 
 # -- local steps between replicas ----------------------------------------------------------------
@@ -694,7 +651,7 @@ def all_ranks_learn_that_one_differs() -> None:
 def local_steps_between_replicas() -> None:
     """Replicas train alone and meet; parts of the model that a rank has not are none of its
     business."""
-    replica = MESHES["2x2"]["replica"]
+    replica = mesh_of(2, 2)["replica"]
     for make in (
         lambda o: hvd.DistributedOptimizer(
             o, method=hvd.DiLoCo(sync_every=2, compression="topk:density=0.1"), process_set=replica
@@ -704,18 +661,18 @@ def local_steps_between_replicas() -> None:
         ),
         lambda o: hvd.DistributedOptimizer(o, method=hvd.EASGD(sync_every=2), process_set=replica),
     ):
-        model = _sharded(MESHES["2x2"]["shard"])
-        optimizer = make(_sgd(model, momentum=0.9))
-        _train(model, range(STEPS), optimizer)
+        model = _sharded(mesh_of(2, 2)["shard"])
+        optimizer = make(sgd(model, momentum=0.9))
+        train(model, range(STEPS), optimizer)
         saved = copy.deepcopy(optimizer.state_dict())
         weights = [x.clone() for x in tensors_of(model)]
-        _train(model, range(STEPS, STEPS + 3), optimizer)
-        again = _sharded(MESHES["2x2"]["shard"])
+        train(model, range(STEPS, STEPS + 3), optimizer)
+        again = _sharded(mesh_of(2, 2)["shard"])
         for x, y in zip(tensors_of(again), weights, strict=True):
             x.copy_(y)
-        other = make(_sgd(again, momentum=0.9))
+        other = make(sgd(again, momentum=0.9))
         other.load_state_dict(saved)
-        _train(again, range(STEPS, STEPS + 3), other)
+        train(again, range(STEPS, STEPS + 3), other)
         assert_equal(again, model)
         with optimizer.synchronized_parameters():
             _assert_same_in_replicas(model)
@@ -723,22 +680,22 @@ def local_steps_between_replicas() -> None:
 
 
 def local_sgd_of_one_step_is_native_hsdp() -> None:
-    native, model = (_sharded(mesh) for mesh in (MESHES["2x2"], MESHES["2x2"]["shard"]))
+    native, model = (_sharded(mesh) for mesh in (mesh_of(2, 2), mesh_of(2, 2)["shard"]))
     optimizer = hvd.DistributedOptimizer(
-        _sgd(model), method=hvd.LocalSGD(sync_every=1), process_set=MESHES["2x2"]["replica"]
+        sgd(model), method=hvd.LocalSGD(sync_every=1), process_set=mesh_of(2, 2)["replica"]
     )
-    _train(native, range(STEPS))
-    _train(model, range(STEPS), optimizer)
+    train(native, range(STEPS))
+    train(model, range(STEPS), optimizer)
     assert_close(native, model)
 
 
 def optimizers_of_shards_say_what_works() -> None:
-    shard = MESHES["2x2"]["shard"]
+    shard = mesh_of(2, 2)["shard"]
     with pytest.raises(ConfigError, match="divided among ranks"):
-        hvd.DistributedOptimizer(_sgd(_sharded(shard)), method=hvd.DiLoCo(), process_set=shard)
+        hvd.DistributedOptimizer(sgd(_sharded(shard)), method=hvd.DiLoCo(), process_set=shard)
     with pytest.raises(ConfigError, match="divided among ranks"):
         hvd.DistributedOptimizer(
-            _sgd(_sharded(MESHES["2x2"])), method=hvd.DiLoCo(), process_set=MESHES["2x2"]["replica"]
+            sgd(_sharded(mesh_of(2, 2))), method=hvd.DiLoCo(), process_set=mesh_of(2, 2)["replica"]
         )
 
 
@@ -763,12 +720,10 @@ def the_hook_of_ddp_serves_tensor_parallel_models() -> None:
     model = DistributedDataParallel(model, process_group=group)
     state = hvd.DDPState("topk:density=0.05", model, process_group=group)
     model.register_comm_hook(state, hvd.ddp_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model)
     for step in range(4):
-        batches = torch.Generator().manual_seed(10 * dist.get_rank(group) + step)
-        x = torch.randn(8, 40, generator=batches).to(DEVICE)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
+        loss_of(model, dist.get_rank(group), step).backward()
         optimizer.step()
     assert state.stats().total.ratio > 8
     assert shards["0.weight"].shape == (32, 40)
@@ -781,9 +736,6 @@ def the_hook_of_ddp_serves_tensor_parallel_models() -> None:
 
 def _begin() -> None:
     warnings.filterwarnings("ignore", category=NeedsTuning)
-    names = ("replica", "shard")
-    MESHES["2x2"] = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=names)
-    MESHES["4x1"] = init_device_mesh(DEVICE.type, (4, 1), mesh_dim_names=names)
 
 
 SCENARIOS = of_program(globals())

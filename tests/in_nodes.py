@@ -53,26 +53,37 @@ def cut(x: Any) -> list[Any]:
     return [units[i:j] for i, j in itertools.pairwise(bounds)]
 
 
-def gradients_of(model: torch.nn.Module, node: int, step: int, loss: Loss) -> dict[str, Any]:
-    """The mean of the gradients of a node's ranks."""
+def gradients_of(
+    model: torch.nn.Module, node: int, step: int, loss: Loss, ranks: int = OF_A_NODE
+) -> dict[str, Any]:
+    """The mean of the gradients of a node's ranks, of which there are so many."""
     total: dict[str, torch.Tensor] = {}
-    for rank in range(OF_A_NODE * node, OF_A_NODE * (node + 1)):
+    for rank in range(ranks * node, ranks * (node + 1)):
         model.zero_grad()
         loss(model, rank, step).backward()
         for name, p in model.named_parameters():
             assert p.grad is not None
             total[name] = total[name] + p.grad if name in total else p.grad.clone()
-    return {name: x / OF_A_NODE for name, x in total.items()}
+    return {name: x / ranks for name, x in total.items()}
 
 
-def lockstep(method: Any, steps: int, loss: Loss, momentum: float = 0.0) -> torch.nn.Module:
-    """The model after training in one process: means of the nodes' gradients, cut into shards, of
-    which each meets the other node's."""
-    model, worlds = uneven_model(), [World(as_compressor(method), NODES) for _ in range(OF_A_NODE)]
+def lockstep(
+    method: Any,
+    steps: int,
+    loss: Loss,
+    momentum: float = 0.0,
+    model: torch.nn.Module | None = None,
+    nodes: int = NODES,
+    cut: Callable[[Any], list[Any]] = cut,
+) -> torch.nn.Module:
+    """The model after training in one process: means of the nodes' gradients, cut into as many
+    parts as a node has ranks, of which each meets those of the other nodes."""
+    model, ranks = model or uneven_model(), len(cut(np.empty(1)))
+    worlds = [World(as_compressor(method), nodes) for _ in range(ranks)]
     for step in range(steps):
         means = []
-        for node in range(NODES):
-            mean = gradients_of(model, node, step, loss)
+        for node in range(nodes):
+            mean = gradients_of(model, node, step, loss, ranks)
             means.append({name: cut(x.cpu().numpy()) for name, x in mean.items()})
         shards = []
         for place, world in enumerate(worlds):

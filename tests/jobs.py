@@ -42,6 +42,10 @@ IMPORTED = {
 }
 
 
+#: seconds for the output of a job that was killed
+PATIENCE = 10.0
+
+
 class JobError(AssertionError):
     """The job ended badly or not at all; the message shows its last lines."""
 
@@ -166,7 +170,7 @@ def run(
             _end(process, mark)
             output = ""
             with contextlib.suppress(subprocess.TimeoutExpired):  # who has no mark may hold it open
-                output, _ = process.communicate(timeout=10)
+                output, _ = process.communicate(timeout=PATIENCE)
             raise JobError(f"no end after {timeout} s: {command}\n{_tail(output)}") from None
         finally:
             _end(process, mark)

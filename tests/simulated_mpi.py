@@ -159,13 +159,6 @@ class Comm:
     def Send(self, message: Any, to: int, tag: int = 0) -> None:  # noqa: N802
         self.Isend(message, to, tag).Wait()
 
-    def Iprobe(self, source: int, tag: int) -> bool:  # noqa: N802
-        line = self.simulation.line(self, source, tag)
-        return bool(line) and line[0][0]
-
-    def Recv(self, message: Any, source: int, tag: int) -> None:  # noqa: N802
-        self.Irecv(message, source, tag).Wait()
-
     # -- collectives ---------------------------------------------------------------------------
 
     def allgather(self, value: Any) -> list[Any]:
@@ -400,10 +393,6 @@ class Simulation:
         else:
             line.append((is_send, half))
         return request
-
-    def line(self, comm: Comm, source: int, tag: int) -> collections.deque[tuple[bool, _Message]]:
-        """The messages that are not matched yet from ``source`` to the rank of ``comm``."""
-        return self._unmatched.get((comm.group, source, comm.rank, tag), collections.deque())
 
     def _deliver(self, pair: tuple[_Message, _Message]) -> None:
         sent, received = pair

@@ -16,11 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from hvd_compress.horovod_wheel.plan import FIRST_UNTRIED
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from tests.project import PROJECT
 
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("make_setup", ROOT / "scripts" / "setup.py")
@@ -81,10 +77,9 @@ def test_what_is_installed_needs_nothing_that_is_not_pinned():
         if requirement.marker is None or requirement.marker.evaluate()
     }
     assert "torch" in pinned
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needs = [("hvd_compress", project["dependencies"])]
+    needs = [("hvd_compress", PROJECT["dependencies"])]
     # What is set up has tensorflow-cpu in place of tensorflow, and no Ray, which is large.
-    extras = project["optional-dependencies"].items()
+    extras = PROJECT["optional-dependencies"].items()
     needs += [(extra, texts) for extra, texts in extras if extra not in ("tensorflow", "ray")]
     # It asks for the large TensorFlow, and is content with any.
     needs += [(name, importlib.metadata.requires(name)) for name in pinned if name != "tf-keras"]
@@ -101,8 +96,7 @@ def test_what_is_installed_needs_nothing_that_is_not_pinned():
 
 def needs_of(extra: str) -> list[Requirement]:
     """The packages that an extra installs, those that it names included."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found = list(map(Requirement, project["optional-dependencies"][extra]))
+    found = list(map(Requirement, PROJECT["optional-dependencies"][extra]))
     inner = [name for need in found if need.name == "hvd_compress" for name in sorted(need.extras)]
     return [
         *(need for need in found if need.name != "hvd_compress"),
@@ -123,9 +117,7 @@ def test_extras_bring_what_they_say_and_nothing_else():
 
 
 def test_pages_name_extras_that_there_are():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    extras = PROJECT["optional-dependencies"]
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     named = [
         extra

@@ -15,10 +15,7 @@ from shutil import copytree, ignore_patterns
 import numpy as np
 import pytest
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from tests.project import PROJECT
 
 ROOT = Path(__file__).resolve().parents[2]
 #: folders of the repository, and the packages that they are installed as
@@ -29,7 +26,7 @@ HOMES = {
 }
 #: endings of what packages have beside Python files
 DATA = {".cpp", ".h", ".json", ".typed"}
-VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+VERSION: str = PROJECT["version"]
 SNIPPET = """
 import numpy as np
 import hvd_compress

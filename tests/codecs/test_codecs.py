@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 
 import numpy as np
@@ -373,11 +372,6 @@ def test_frames_with_packed_indices_arrive(codec, n):
         found, values = decode_coded(codec, frame, count, F4, total)
         np.testing.assert_array_equal(found, indices)
         np.testing.assert_array_equal(values, through(codec, x))
-    for place in range(frame.size):
-        damaged = frame.copy()
-        damaged[place] ^= 1 << place % 8
-        with pytest.raises(PayloadError):
-            decode_coded(codec, damaged, n, F4, total)
     for wrong in (frame[:-8], np.concatenate([frame, np.zeros(8, np.uint8)]), frame[:20]):
         with pytest.raises(PayloadError):
             decode_coded(codec, wrong, n, F4, total)
@@ -390,20 +384,6 @@ def test_what_is_not_finite_arrives_as_nan(codec):
         frame = encode_coded(codec, x, random())
         assert frame.size == coded_size(codec, 3, F4)
         assert np.isnan(decode_coded(codec, frame, 3, F4)[1]).all()
-
-
-@each
-def test_damage_is_noticed(codec):
-    x = random(5).standard_normal(11).astype(F4)
-    frame = encode_coded(codec, x, random(), 2 * np.arange(11), 30)
-    for position, bit in itertools.product(range(0, frame.size, 3), (0, 7)):
-        damaged = frame.copy()
-        damaged[position] ^= 1 << bit
-        with pytest.raises(PayloadError, match="rank 3"):
-            decode_coded(codec, damaged, 11, F4, 30, sender="rank 3")
-    for wrong in (frame[:-1], frame[:7], np.concatenate([frame, frame])):
-        with pytest.raises(PayloadError):
-            decode_coded(codec, wrong, 11, F4, 30)
 
 
 def test_other_options_are_noticed():

@@ -111,9 +111,7 @@ def test_a_message_is_the_exchange_of_a_single_rank(key):
         message, _, state = method.encode(x, states[0], context)
         (outcome,) = run([method.exchange(x, states[1], context)])
         np.testing.assert_array_equal(method.decode(message, x, context), outcome.mean)
-        assert state.keys() == outcome.state.keys()
-        for entry in state:
-            np.testing.assert_array_equal(state[entry], outcome.state[entry])
+        np.testing.assert_equal(state, outcome.state)
         states = [state, outcome.state]
 
 

@@ -314,6 +314,8 @@ def test_blocks_that_would_work_against_each_other():
         method = chain(memory, via=allgather(uniform_dithering(1, None)))
         with pytest.raises(ConfigError, match="more than their norm"):
             World(method, 1).exchange([np.ones(100)])
+    with pytest.raises(ConfigError, match="last"):
+        chain(ef21(), error_feedback(), via=allreduce())
     with pytest.raises(ConfigError, match="scaled_sign"):
         World(chain(error_feedback(), via=allgather(sign())), 1).exchange([np.ones(100)])
     with pytest.raises(ConfigError, match="unbiased=False"):

@@ -10,8 +10,10 @@ from hvd_compress import (
     EF21,
     After,
     ConfigError,
+    ExponentialWarmup,
     OneBitAdamCompression,
     PowerSGD,
+    RandomK,
     StagedWarmup,
     Threshold,
     TopK,
@@ -22,6 +24,7 @@ from hvd_compress.base import Compressor, Context
 from hvd_compress.blocks import (
     Codec,
     allgather,
+    allreduce,
     alltoall,
     chain,
     clip_by_local_norm,
@@ -32,14 +35,13 @@ from hvd_compress.blocks import (
     majority_vote,
     natural,
     plus_minus,
+    random_k,
     rounding,
     sign,
     threshold,
     top_k,
 )
 from hvd_compress.chain import Chain
-
-BY_EPOCH = StagedWarmup("epoch")
 
 
 def test_options_convert_themselves():
@@ -52,20 +54,35 @@ def test_options_convert_themselves():
 
 
 @pytest.mark.parametrize(
+    "make",
+    [
+        *(DGC, TopK, RandomK, EF21),
+        lambda density: chain(via=allgather(top_k(density), natural())),
+        lambda density: chain(via=allreduce(select=random_k(density))),
+        lambda density: partition(("*.bias", "none"), otherwise=TopK(density)),
+        lambda density: switch("none", TopK(density), 5),
+    ],
+    ids=["dgc", "topk", "randomk", "ef21", "gathered", "summed", "partition", "switch"],
+)
+def test_who_has_a_density_by_epoch_needs_epochs(make):
+    for schedule in (StagedWarmup, ExponentialWarmup):
+        assert schedule("epoch").needs_epoch
+        assert make(schedule("epoch")).needs_epoch
+        assert not make(schedule("step")).needs_epoch
+    assert not make(0.1).needs_epoch
+
+
+@pytest.mark.parametrize(
     "method",
     [
-        DGC(BY_EPOCH),
         PowerSGD(start=After("epoch", 2)),
-        chain(via=allgather(top_k(BY_EPOCH), natural())),
         chain(via=dense_until(After("epoch", 1), alltoall(linear()))),
-        partition(("*.bias", "none"), otherwise=TopK(BY_EPOCH)),
         switch("none", switch("none", TopK, After("epoch", 1)), 5),
     ],
     ids=repr,
 )
-def test_who_has_a_schedule_by_epoch_needs_epochs(method):
+def test_who_begins_by_epoch_needs_epochs(method):
     assert method.needs_epoch
-    assert not TopK(StagedWarmup()).needs_epoch
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from hvd_compress import (
     ConfigError,
     ExponentialWarmup,
     NeedsTuning,
+    OkTopk,
     OneBitAdamCompression,
     PowerSGD,
     RandomK,
@@ -31,6 +32,7 @@ from hvd_compress import (
 )
 from hvd_compress.config import lookup, names
 from hvd_compress.methods.composed import rule
+from hvd_compress.systems import graphs, rounds, servers, teachers
 from hvd_compress.systems.graphs import Weights
 from tests.method_table import ROWS
 
@@ -93,6 +95,10 @@ REFUSED = {
         **{"density": (2,), "rate": (0,), "via": ("ring",), "keep": (1.5,), "min_size": (-1,)},
         **{"decoders": (0,), "innovation": (0,)},
     },
+    OkTopk: {
+        **{"density": (2,), "threshold_every": (0,), "indices": ("rice",)},
+        **{"values": ("bfloat16",)},
+    },
     OneBitAdamCompression: {"freeze_step": (0, 2.5), "norm": ("max",), "min_size": (-1,)},
     PowerSGD: {"rank": (0, 1.5), "start": (-1,), "min_compression_rate": (0.5,)},
     RandomK: {"shared": ("no",)},
@@ -107,6 +113,7 @@ REFUSED = {
     },
     blocks.averaged_momentum: {"beta": (1.0, None)},
     blocks.column_means: {"column": (0,)},
+    blocks.error_feedback: {"units": ("rate",)},
     blocks.exponential_dithering: {"base": (1,), "levels": (200,)},
     blocks.fading_memory: {"keep": (-1,)},
     blocks.float8: {"format": ("e3m4",)},
@@ -114,12 +121,33 @@ REFUSED = {
     blocks.logarithmic: {"bits": (2, 9)},
     blocks.plus_minus: {"tau": (-1,)},
     blocks.random_k: DENSITIES,
-    blocks.rounding: {"base": (1.0, True), "levels": ((1,), (1, 1), (0, 1)), "biased": (2,)},
+    blocks.rounding: {
+        "base": (1.0, True),
+        "levels": ((1,), (1, 1), (0, 1), (1, math.inf)),
+        "biased": (2,),
+    },
     blocks.scaled_sign: {"norm": ("max",)},
     blocks.ternary: {"clip": (0,)},
     blocks.threshold: {"tau": (math.nan,)},
     blocks.top_k: DENSITIES,
     blocks.uniform_dithering: {"levels": (0,), "bucket": (0,), "norm": ("l1",)},
+    graphs.EXTRA: {"prox": (3,)},
+    graphs.ExactDiffusion: {"prox": (3,)},
+    graphs.LEAD: {"alpha": (2.0,), "gamma": (0.0,), "codec": ("topk",), "prox": (3,)},
+    rounds.DiLoCo: {"outer": (0.7,)},
+    rounds.EASGD: {"beta": (-1,), "sync_every": (0,)},
+    rounds.LeaderSGD: {
+        **{"local_every": (0,), "global_every": (0,), "groups": (0,)},
+        **{"local_pull": (2,), "global_pull": (2.0,), "local_drift": (-1.0,)},
+    },
+    rounds.LocalSGD: {"sync_every": (0,)},
+    rounds.OuterSGD: {"lr": (-1,)},
+    servers.Rules: {"mode": ("synchronous",), "backup": (-1,)},
+    teachers.Codistillation: {
+        **{"exchange": ("gradients",), "every": (0,), "burn_in": (-1,), "weight": (-1.0, "ramp")},
+        **{"loss": ("l2",), "values": ("int8",), "groups": (0,), "weight_decay": (5e-4,)},
+    },
+    teachers.Ramp: {"steps": (0,), "to": (-1,)},
 }
 
 

@@ -48,7 +48,8 @@ def merged(indices, values):
 
 
 class World:
-    """Ranks with a residual each, in one of the frameworks; all arrays go in and out as NumPy's."""
+    """Ranks with a residual each, in one of the frameworks; all arrays go in and out as NumPy's,
+    which has no bfloat16: as float32."""
 
     def __init__(self, text, ranks, framework="numpy", words=WORDS, width=WIDTH, dtype="float32"):
         self.text, self.rows = text, as_rows(text)
@@ -56,12 +57,14 @@ class World:
         wide = "float64" if dtype == "float64" else "float32"
         self.residuals = [np.zeros((words, width), wide) for _ in range(ranks)]
         self.dtype, self.bytes, self.sent = dtype, [0] * ranks, [0] * ranks
+        self.outcomes = []
 
     def step(self, gradients):
         """Return the dense mean of all ranks' (indices, values), which may have duplicates."""
         exchanges = []
         for rank, (indices, values) in enumerate(gradients):
-            indices, values = np.array(indices, np.int64), np.array(values, self.dtype)
+            plain = "float32" if self.dtype == "bfloat16" else self.dtype
+            indices, values = np.array(indices, np.int64), np.array(values, plain)
             values = values.reshape(indices.size, self.shape[1])
             context = Context("e", rank, len(gradients))
 
@@ -69,8 +72,8 @@ class World:
                 self.bytes[rank] = int(backend_of(request.payload).size(request.payload))
 
             exchanges.append(alone(self._exchange(rank, indices, values, context), count))
-        outcomes = lockstep.run(exchanges)
-        means = [np.asarray(self._after(rank, outcome)) for rank, outcome in enumerate(outcomes)]
+        self.outcomes = lockstep.run(exchanges)
+        means = [np.asarray(self._after(rank, each)) for rank, each in enumerate(self.outcomes)]
         for mean in means:
             np.testing.assert_array_equal(mean, means[0])
         return means[0]
@@ -79,9 +82,8 @@ class World:
         residual = self.residuals[rank].reshape(-1) if self.rows.keeps_residual else None
         if self.framework == "torch":
             places = torch.from_numpy(indices)[None]
-            gradient = torch.sparse_coo_tensor(
-                places, torch.from_numpy(values), self.shape, check_invariants=True
-            )
+            values = torch.from_numpy(values).to(getattr(torch, self.dtype))
+            gradient = torch.sparse_coo_tensor(places, values, self.shape, check_invariants=True)
             own = None if residual is None else torch.from_numpy(residual)
             return torch_store.exchange_rows(gradient, context, self.rows, own)
         if self.framework == "tensorflow":
@@ -107,7 +109,9 @@ class World:
     def _after(self, rank, outcome):
         self.sent[rank] = int(backend_of(outcome.sent).size(outcome.sent))
         if self.framework == "torch":
-            return outcome.mean.to_dense()
+            assert outcome.mean.dtype is getattr(torch, self.dtype)
+            mean = outcome.mean.to_dense()
+            return mean.float() if self.dtype == "bfloat16" else mean
         if self.framework == "tensorflow":
             if outcome.state:
                 changed = outcome.state["residual"]
@@ -169,21 +173,47 @@ def test_frameworks_send_what_numpy_does(text, framework):
         np.testing.assert_allclose(ours.residuals, theirs.residuals, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("text", FEEDBACK)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("text", [*FEEDBACK, "top:0.5:bfloat16"])
 def test_what_is_sent_and_what_waits_is_what_went_in(text, dtype):
-    world, went_in, came_out = World(text, 3, dtype=dtype), np.zeros((20, 5)), np.zeros((20, 5))
+    is_bfloat16 = dtype == "bfloat16"
+    world = World(text, 3, "torch" if is_bfloat16 else "numpy", dtype=dtype)
+    went_in, came_out = np.zeros((20, 5)), np.zeros((20, 5))
     for step in range(6):
         for indices, values in gradients(step, 3):
-            places, own = merged(indices, values.astype(dtype))
+            rounded = torch.tensor(values).to(getattr(torch, dtype)).double().numpy()
+            places, own = merged(indices, rounded)
             went_in[places] += own
         mean = world.step(gradients(step, 3))
-        assert mean.dtype == dtype
+        assert is_bfloat16 or mean.dtype == dtype
         came_out += 3 * mean.astype(float)
     waits = np.sum(world.residuals, 0)
     assert np.abs(waits).max() > 1e-3
-    rtol = {"float16": 3e-2, "float32": 1e-5, "float64": 1e-12}[dtype]  # of the mean itself
-    np.testing.assert_allclose(came_out + waits, went_in, atol=rtol)
+    rtol = {"float16": 3e-2, "bfloat16": 0.2, "float32": 1e-5, "float64": 1e-12}[dtype]
+    np.testing.assert_allclose(came_out + waits, went_in, atol=rtol)  # of the mean itself
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("text", ["whole", "float16", "bfloat16"])
+def test_each_value_is_rounded_once_and_added_in_full_precision(text, dtype):
+    """In PyTorch, which has bfloat16, in which gradients stay as they are."""
+    world = World(text, 3, "torch", words=6, width=2, dtype=dtype)
+    twice = [4, 1, 4], [[1.0, 2.0], [0.1, -3.0], [0.5, 70000.0]]
+    mean = world.step((twice, ([1], [[1e-9, 1.0]]), ([], [])))
+    sent, wire = world.outcomes[0].sent, text if dtype == "float32" else dtype
+    assert world.bytes[0] == 16 + 2 * 8 + 4 * (4 if wire == "whole" else 2)
+
+    def rounded(x):
+        return torch.tensor(x).to(getattr(torch, "float32" if wire == "whole" else wire)).float()
+
+    assert torch.equal(sent[0].float(), rounded([0.1, -3.0]))
+    if dtype == "float32":
+        own = torch.zeros(6, 2)
+        own[1], own[4] = rounded([0.1, -3.0]), rounded([1.5, 70002.0])
+        assert torch.equal(sent, own[[1, 4]])
+        own[1] += rounded([1e-9, 1.0])
+        np.testing.assert_array_equal(mean, own / 3)
+        assert np.isinf(mean).any() == (text == "float16"), "70002 is beyond float16"
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])

@@ -5,16 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_compress import (
-    DGC,
     PAPER_DENSITIES,
     ConfigError,
     ExponentialWarmup,
-    RandomK,
     StagedWarmup,
-    TopK,
     warmup_to,
 )
-from hvd_compress.blocks import allgather, allreduce, chain, random_k, top_k
 from hvd_compress.schedules import as_density, density_at
 
 
@@ -120,25 +116,6 @@ def test_a_density_is_a_number_or_a_schedule():
     schedule = StagedWarmup(densities=(0.5, 0.25))
     assert as_density(schedule) is schedule
     assert [density_at(d, 1, None) for d in (0.1, schedule)] == [0.1, 0.25]
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        DGC,
-        TopK,
-        RandomK,
-        lambda density: chain(via=allgather(top_k(density))),
-        lambda density: chain(via=allreduce(select=random_k(density))),
-    ],
-    ids=["dgc", "topk", "randomk", "gathered-chain", "summed-chain"],
-)
-def test_who_needs_epochs_says_so(wrap):
-    for schedule in (StagedWarmup, ExponentialWarmup):
-        assert wrap(schedule("epoch")).needs_epoch
-        assert not wrap(schedule("step")).needs_epoch
-    assert not wrap(0.1).needs_epoch
-    assert StagedWarmup("epoch").needs_epoch
 
 
 def test_lists_become_tuples():

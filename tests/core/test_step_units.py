@@ -10,7 +10,6 @@ import torch
 
 from hvd_compress.blocks import (
     allgather,
-    alltoall,
     chain,
     error_feedback,
     natural,
@@ -129,9 +128,3 @@ def test_a_reducer_is_told_the_rate():
     reducer.learning_rate = 0.25
     direction = reducer.reduce({"w": np.zeros(4)})["w"]
     np.testing.assert_array_equal(direction, [0, 0, 6, 0])  # 6 * 0.25 is the step of 3 * 0.5
-
-
-def test_bad_options():
-    with pytest.raises(ConfigError, match="units"):
-        error_feedback(units="rate")
-    assert chain(STEPS, via=alltoall(scaled_sign())).to_config()

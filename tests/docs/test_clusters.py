@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,10 @@ import yaml
 
 from mpi_examples.demo import parser_of
 from tests import jobs
+from tests.project import PROJECT, toml
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "mpi_examples" / "clusters"
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 CONTAINER = {
     "name": str,
     "image": str,
@@ -181,17 +176,15 @@ def test_trainjob():
 
 
 def image():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    name = f"hvd-compress:{project['version']}"
+    name = f"hvd-compress:{PROJECT['version']}"
     assert f"-t {name} " in (CLUSTERS / "Dockerfile").read_text()
     return name
 
 
 def test_the_image_has_what_manifests_ask_for():
     text = (CLUSTERS / "Dockerfile").read_text()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     [extras] = re.findall(r'-e "\.\[([\w,-]+)\]"', text)
-    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
     assert "/home/mpiuser/.sshd_config" in text
     assert "HostKey /home/mpiuser/.ssh/id_rsa" in text
     assert "Port 2222" in text
@@ -203,8 +196,7 @@ def test_the_environment_of_conda_has_what_the_package_needs():
     environment = yaml.safe_load((CLUSTERS / "environment.yml").read_text())
     names = {re.split("[=<>]", each)[0] for each in environment["dependencies"]}
     assert names >= {"python", "numpy", "horovod", "openmpi", "mpi4py", "pytorch", "pip"}
-    system = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
-    for need in system["requires"]:
+    for need in toml("pyproject.toml")["build-system"]["requires"]:
         assert need in environment["dependencies"], "the build is not isolated"
 
 

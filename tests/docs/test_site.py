@@ -6,16 +6,12 @@ import importlib
 import importlib.util
 import re
 import shutil
-import sys
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from tests.project import toml
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -54,7 +50,7 @@ def pages_of(nav) -> list[str]:
 
 
 def test_every_page_is_in_the_navigation_once(written):
-    config = tomllib.loads((ROOT / "zensical.toml").read_text())
+    config = toml("zensical.toml")
     expected = sorted([*PAGES, *(f"api/{name}" for name in written)])
     assert sorted(pages_of(config["project"]["nav"])) == expected
 
@@ -153,7 +149,7 @@ def test_every_list_of_public_names_has_a_page(api):
                 assert (name in shown) != (name in INNER), f"scripts/api.py has no page for {name}"
 
 
-ASKED = re.compile(r"\]\(https://github.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+\)")
+ASKED = r"\]\(https://github.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+\)"
 
 
 def test_answers_are_short():
@@ -165,6 +161,4 @@ def test_answers_are_short():
         lines = [line for line in lines if line.strip() and not line.startswith("## ")]
         assert question.endswith("?"), question
         assert len(lines) <= 12, question
-        assert re.search(r"\]\(https://github.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+\)", answer), (
-            question
-        )
+        assert re.search(ASKED, answer), question

@@ -75,32 +75,64 @@ def train_digits_mpi(command: str, output: str, folder: Path) -> None:
 
 def biased_compression(command: str, output: str, folder: Path) -> None:
     if "descent" in command:
-        assert len(re.findall(r"^.* \d\.\de-\d\d ", output, re.MULTILINE)) == 13
+        descent(output)
         return
     rows = {line[:26].strip(): line[26:].split() for line in output.splitlines()}
     measured, expected = rows["top-k 10.0%"][1:], rows["top-k 10.0%, in theory"]
     np.testing.assert_allclose(np.array(measured[:3], float), np.array(expected, float), atol=0.04)
 
 
+def descent(output: str) -> None:
+    lines = [line.split() for line in output.splitlines() if re.search(r"\de-\d\d ", line)]
+    rows = {" ".join(line[:-10]): line[-10:] for line in lines}
+    assert len(rows) == 13
+    # Bytes a step: a frame is a header of 16 bytes, indices, values, and padding to 8 bytes; packed
+    # indices take 5 to 8 bits each.
+    sent = {name: int(row[1].replace(",", "")) for name, row in rows.items()}
+    assert sent["dense"] == 4 * 650
+    assert 16 + 33 * (4 + 5 / 8) < sent["EF top-k"] < 16 + 33 * (4 + 1) + 16
+    # A norm and 33 digits are 21 bytes.
+    assert 16 + 21 + 33 * 5 / 8 < sent["EF top-k + dithering"] < 16 + 21 + 33 + 16
+    assert sent["EF random-k"] == 33 * 4
+    assert sent["random-k, own draws"] == 16 + 33 * 4 + 4
+    order = "EF top-k + dithering", "EF top-k", "natural compression", "dense"
+    to_a_hundredth = [float(rows[name][2]) for name in order]
+    assert sorted(set(to_a_hundredth)) == to_a_hundredth
+
+
 def all_systems(command: str, output: str, folder: Path) -> None:
-    row = r"^(\S+)  .* ([\d.]+ \w*B) +([\d.]+ \w*B) +([\d.]+x|-) +[\d.]+ \w*B +([\d.]+) +[\d.]+ %$"
-    found = re.findall(row, output, re.MULTILINE)
-    assert [name for name, *_ in found] == re.search(r"--systems (.*?) --", command)[1].split()
-    ratio = {name: float(times.rstrip("x")) for name, _, _, times, _ in found if times != "-"}
+    size = r"([\d.]+ \w*B)"
+    row = rf"^(\S+)  .* {size} +{size} +([\d.]+x|-) +{size} +([\d.]+) +([\d.]+) %$"
+    found = {name: rest for name, *rest in re.findall(row, output, re.MULTILINE)}
+    assert [*found] == re.search(r"--systems (.*?) --", command)[1].split()
+    ratio = {name: float(rest[2].rstrip("x")) for name, rest in found.items() if rest[2] != "-"}
     # So many steps between two exchanges, of whose leaders one in four sends; or no exchange.
     known = {"dense": 1, "local_sgd": 8, "easgd": 8, "diloco": 8, "leader_sgd": 32}
+    known |= {"server": 2 / 3}
     assert {name: times for name, times in ratio.items() if name in known} == {
         name: pytest.approx(times, abs=0.06) for name, times in known.items() if name in ratio
     }
-    assert all(ratio[name] > 1 for name in ratio.keys() - {"dense"})
+    assert all(ratio[name] > 1 for name in ratio.keys() - {"dense", "server"})
     assert ratio.get("diloco+dgc", 240) >= 240
-    sent = {name: text for name, text, *_ in found}
+    sent = {name: rest[0] for name, rest in found.items()}
     assert sent.get("alone", "0 B") == "0 B"
     if "codistilled_fp16" in sent:
         # 16 x 10 numbers of 2 bytes, in a frame of its own, to three ranks, not in the burn-in
         steps, frame = 32, 16 + 16 * 10 * 2
         assert sent["codistilled_fp16"] == f"{3 * frame * (steps - 10) / steps:.0f} B"
-    assert all(float(loss) < 8 for *_, loss in found)
+    assert all(float(rest[4]) < 8 for rest in found.values())
+    if "server" in found:
+        # Three workers send a gradient each; the server sends them as many bytes back.
+        assert found["dense"][:4] == ["4.1 MiB", "4.1 MiB", "1.0x", "4.1 MiB"]
+        assert found["server"][:4] == ["6.2 MiB", "12.3 MiB", "0.7x", "6.2 MiB"]
+        page = (ROOT / "docs/systems.md").read_text()
+        for name in ("dense", "server"):
+            cells = rf"{sent[name]} \| {found[name][2]}"
+            assert re.search(rf"^\| `{name}`.* \| {cells} \|$", page, re.MULTILINE)
+        # The same images, weights and mean of gradients: rounding is all that differs.
+        ends = np.array([found[name][4:] for name in ("dense", "server")], float)
+        assert ends[0, 0] == pytest.approx(ends[1, 0], rel=0.03)
+        assert ends[:, 1].min() > 30
 
 
 def train_embeddings(command: str, output: str, folder: Path) -> None:

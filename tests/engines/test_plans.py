@@ -27,6 +27,7 @@ from hvd_compress import (
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.reduce import MemoryStore, Reducer
+from tests.kernels.buckets import gradients_of
 from tests.kernels.test_old_states import Failing
 
 SHAPES = {"a": (40, 30), "b": (30,), "c": (25, 50)}
@@ -44,10 +45,6 @@ LAYOUTS = {
 }
 
 
-def gradients_of(random):
-    return {n: random.standard_normal(s).astype(np.float32) for n, s in SHAPES.items()}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -56,7 +53,7 @@ def test_a_reducer_gives_what_the_blocks_of_each_tensor_do(method, nesterov, lay
     store = MemoryStore(0.9, nesterov)
     reducer = Reducer(method, LocalEngine(), store=store, in_place=True)
     for step in range(5):
-        gradients = gradients_of(random)
+        (gradients,) = gradients_of(random, SHAPES, 1)
         if step == 3:
             gradients["c"][3, 3] = np.nan
         expected = world.exchange_all([copy.deepcopy(gradients)], momentum=0.9, nesterov=nesterov)
@@ -92,7 +89,7 @@ def test_another_rank_of_as_many_has_another_plan():
     shapes = {"a": (64, 64), "b": (256, 8)}
     for rank in (0, 0, 0, 1):
         engine.rank = rank
-        reducer.reduce({n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()})
+        reducer.reduce(*gradients_of(random, shapes, 1))
         plans = [in_use.plan for in_use in reducer._plans.values()]
         assert all(plan.rank == rank for plan in plans)
 
@@ -108,7 +105,7 @@ def test_another_rank_of_as_many_has_another_plan():
 def test_elements_are_counted_where_only_the_sender_knows_them(method, sent):
     reducer, random = Reducer(method, LocalEngine(), in_place=True), np.random.default_rng(0)
     for expected in sent:
-        gradients = gradients_of(random)
+        (gradients,) = gradients_of(random, SHAPES, 1)
         known = np.count_nonzero(np.abs(gradients["a"]) > 1) if expected is None else expected
         reducer.reset_stats()
         reducer.reduce(gradients)
@@ -156,8 +153,7 @@ def test_what_tensors_have_in_common_is_known_before_they_need_it():
     method, random = switch("none", lgc, start=2), np.random.default_rng(0)
 
     def step(reducer):
-        shapes = {"a": (64, 64), "b": (64, 64)}
-        reducer.reduce({n: random.standard_normal(s).astype("f4") for n, s in shapes.items()})
+        reducer.reduce(*gradients_of(random, {"a": (64, 64), "b": (64, 64)}, 1))
 
     ahead, behind = (Reducer(method, LocalEngine(), momentum=0.9) for _ in "12")
     for _ in range(4):

@@ -19,7 +19,7 @@ from tests import jobs
 _SLOW = {"HOROVOD_ELASTIC": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
 
 
-def elastic(folder, worker, *arguments, hosts, most=3, timeout=240):
+def elastic(folder, worker, *arguments, hosts, framework="torch", most=3, timeout=240):
     """Run a worker on the hosts that stand in a file of the folder; what its processes noted."""
     (folder / "hosts").write_text(hosts + "\n")
     discover = folder / "discover.sh"
@@ -29,7 +29,7 @@ def elastic(folder, worker, *arguments, hosts, most=3, timeout=240):
     command = ["horovodrun", "--gloo", "-np", str(count), "--min-np", "1", "--max-np", str(most)]
     command += ["--network-interfaces", "lo", "--host-discovery-script", str(discover)]
     command += ["--blacklist-cooldown-range", "1", "2"]
-    command += [jobs.python(), str(jobs.TESTS / worker), str(folder), *arguments]
+    command += [jobs.python(framework), str(jobs.TESTS / worker), str(folder), *arguments]
     # The exit status of horovodrun counts a killed worker as a failure of its own.
     _, output = jobs.run(command, timeout=timeout, check=False, **_SLOW)
     logs = [file.read_text() for file in folder.iterdir() if file.name.isdecimal()]
@@ -52,6 +52,37 @@ def test_workers_join_an_elastic_job_die_and_are_started_again(tmp_path, method)
     assert len({n["step"] for n in done}) == 1
     again = [n for n in meetings if n["phase"] == 3 and n["size"] == 3 and n["rank"] == 2]
     assert again, output
+
+
+#: the hosts of each stage.  One whose worker died is not used for a while: the next starts on
+#: another.
+HOSTS = [
+    "localhost:1",
+    "localhost:1\n127.0.0.1:1",
+    "localhost:2\n127.0.0.1:1",
+    None,  # a worker dies
+    "localhost:3",
+]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(500)
+def test_workers_of_keras_join_die_and_are_started_again(tmp_path):
+    """From 1 to 2, 3, 2 and 3; residuals are kept, and new workers have none."""
+    files = [tmp_path / f"hosts-{stage}" for stage in range(1, len(HOSTS))]
+    for file, hosts in zip(files, HOSTS[1:], strict=True):
+        if hosts:
+            file.write_text(hosts + "\n")
+    worker = "elastic_keras_worker.py", *map(str, files)
+    notes, output = elastic(tmp_path, *worker, hosts=HOSTS[0], framework="tensorflow", timeout=450)
+    starts = sorted((n["stage"], n["size"], n["had"]) for n in notes if n["event"] == "starts")
+    # The number of workers of each stage, and of those that had a residual before.
+    stages = [(0, 1, 0), (1, 2, 1), (2, 3, 2), (3, 2, 2), (4, 3, 2)]
+    assert starts == [stage for stage in stages for _ in range(stage[1])], output[-5000:]
+    done = [n for n in notes if n["event"] == "done"]
+    assert sorted(n["rank"] for n in done) == [0, 1, 2], output[-5000:]
+    assert {n["exchanges"] for n in done} == {n["step"] for n in done}
+    assert len({n["step"] for n in done}) == 1
 
 
 AFTER_THE_END = """

@@ -88,9 +88,10 @@ with finding_mpi():
 
 
 @pytest.mark.parametrize("start", ["setsid sleep 200", "env -i setsid sleep 90"])
-def test_nobody_waits_for_what_a_job_started_elsewhere(start):
+def test_nobody_waits_for_what_a_job_started_elsewhere(start, monkeypatch):
     """It has the streams of the job.  In a session of its own, as ranks of torchrun are, it ends
     with the job.  With other variables, which children of forked ranks have, it goes on."""
+    monkeypatch.setattr(jobs, "PATIENCE", 1.0)
     begin = time.monotonic()
     with pytest.raises(jobs.JobError, match="no end after 1 s"):
         jobs.run(["sh", "-c", f"{start} & wait"], timeout=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 
 from hvd_compress import Context
@@ -18,7 +20,7 @@ class Ranks:
         self.method, self.shapes, self.size = method, shapes, size
         self.in_place, self.scratch = in_place, [{} for _ in range(size)]
         self.reads_device = False
-        self.states = None
+        self.states = [None] * size
         self.plans = [{} for _ in range(size)]
         self.step = 0
 
@@ -36,6 +38,8 @@ class Ranks:
 
     def begun(self, rank, gradients):
         """The exchange of one rank."""
+        if self.states[rank] is None:
+            self.states[rank] = {name: self.method.init(x) for name, x in gradients.items()}
         step, entries = self.context(rank), []
         for name, gradient in gradients.items():
             place = self.method.place(gradient, step._replace(name=name))
@@ -56,8 +60,6 @@ class Ranks:
     def exchange(self, gradients, answers=replies_to):
         """Outcomes by rank and name, of ``gradients[rank][name]``: the direction of the step is the
         ``mean``, and what was sent is not known."""
-        if self.states is None:
-            self.states = [{n: self.method.init(g) for n, g in own.items()} for own in gradients]
         outcomes = []
         exchanges = [self.begun(rank, own) for rank, own in enumerate(gradients)]
         for buckets in run(exchanges, answers):
@@ -69,6 +71,14 @@ class Ranks:
         self.states = [{n: o.state for n, o in own.items()} for own in outcomes]
         self.step += 1
         return outcomes
+
+
+def gradients_of(random, shapes, ranks):
+    """Normal numbers, by rank and name."""
+    return [
+        {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        for _ in range(ranks)
+    ]
 
 
 def one_by_one(method, size):
@@ -86,6 +96,33 @@ def one_by_one(method, size):
         return found
 
     return exchange
+
+
+def two_of_three(method, shapes, random, make, **options):
+    """Ranks that go on from a training of three, with arrays by ``make``; and the same by blocks,
+    in NumPy."""
+    ranks, world = Ranks(method, shapes, 3), World(method, 3)
+    for _ in range(2):
+        gradients = gradients_of(random, shapes, 3)
+        world.exchange_all(gradients, momentum=0.9)
+        ranks.exchange(made(gradients, make))
+    fewer, blocks = Ranks(method, shapes, 2, **options), World(method, 2)
+    fewer.states, fewer.step = copy.deepcopy(ranks.states[:2]), 2
+    blocks.states = {name: copy.deepcopy(states[:2]) for name, states in world.states.items()}
+    blocks.steps = dict.fromkeys(shapes, 2)
+    return fewer, blocks
+
+
+def made(gradients, make):
+    """The same as arrays of a framework."""
+    return [{name: make(x) for name, x in own.items()} for own in gradients]
+
+
+def assert_all_equal(found, expected):
+    """Outcomes by rank and name."""
+    for own, others in zip(found, expected, strict=True):
+        for name, other in others.items():
+            assert_equal(own[name], other)
 
 
 def assert_equal(own, expected):

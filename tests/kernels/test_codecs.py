@@ -21,7 +21,7 @@ CODECS = [
     codecs.scaled_sign(),
     codecs.scaled_sign("l2"),
     plus_minus(0.3),
-    codecs.column_means(7),
+    codecs.column_means(33),
     codecs.column_means(2048),
     codecs.column_means(),
     codecs.linear(),
@@ -29,7 +29,7 @@ CODECS = [
     *(codecs.linear(bits, 100) for bits in range(2, 8)),
     *(codecs.uniform_dithering(levels, 512, "max") for levels in (1, 2, 4, 7, 15, 60, 127)),
     codecs.uniform_dithering(7, None, "l2"),
-    codecs.uniform_dithering(9, 5, "l2"),
+    codecs.uniform_dithering(9, 21, "l2"),
     codecs.uniform_dithering(127, 2000, "l2"),
     codecs.natural_dithering(),
     codecs.natural_dithering(4, 3, "max"),
@@ -40,7 +40,7 @@ CODECS = [
     codecs.natural(biased=True),
     codecs.float8(),
     codecs.float8("e4m3", 512),
-    codecs.float8("e5m2", 3),
+    codecs.float8("e5m2", 13),
 ]
 DTYPES = [np.dtype("float32"), np.dtype("float64")]
 SIZES = st.one_of(st.integers(0, 300), st.sampled_from([2047, 4096, 4097, 16_385, 50_001, 100_000]))
@@ -245,33 +245,28 @@ def test_every_instruction_set_has_the_same_bits(codec, dtype, instructions):
             np.testing.assert_array_equal(code, expected)
             np.testing.assert_array_equal(read(codec, code, n, dtype), values)
             if dtype == np.float32 and kind == "normal":
-                assert_same_as_numpy(codec, x)
-
-
-def assert_same_as_numpy(codec, x):
-    assert fed(codec, x) == fed(codec, x, in_numpy)
+                assert fed(codec, x) == fed(codec, x, in_numpy)
 
 
 def fed(codec, x, form=lambda function: function):
-    """The bytes that a pass of feedback and a mean of two codes leave."""
+    """The bytes that a code, a pass of feedback and a mean of two codes leave."""
     code, left, kept = np.empty(codec.size(x.size, x.dtype), np.uint8), x.copy(), 2 * x
-    mean = np.empty_like(x)
+    plain, out, mean = np.empty_like(code), np.empty_like(x), np.empty_like(x)
     random, threads = own_generator(Context()), loops.threads()
+    form(codec.encode_to)(x, random, plain)
+    form(codec.decode_to)(plain, out)
     form(codec.feed)(left, kept, kept, [], random, left, code, threads)
     form(codec.mean)([code, code], 3, mean, True, threads)
-    return [a.tobytes() for a in (code, left, kept, mean)]
+    return [a.tobytes() for a in (plain, out, code, left, kept, mean)]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_threads_change_nothing(codec, monkeypatch):
     x = np.random.default_rng(0).standard_normal(700_001, np.float32)
-    found, expected = [], fed(codec, x, in_numpy)
+    expected = fed(codec, x, in_numpy)
     for number in (1, 2, 3, 7):
         monkeypatch.setattr(loops, "threads", lambda number=number: number)
-        code = written(codec, x, own_generator(Context()))
-        found.append((code.tobytes(), read(codec, code, x.size, x.dtype).tobytes()))
         assert fed(codec, x) == expected
-    assert found == found[:1] * 4
 
 
 def test_threads_draw_what_the_generator_does(monkeypatch):
@@ -332,17 +327,6 @@ def test_more_than_eight_bits_are_left_to_numpy():
     np.testing.assert_array_equal(out, 1 + values)
     codec.take_off(code, out)
     np.testing.assert_array_equal(out, 1 + values - values)
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_without_a_compiler_the_bits_are_the_same(codec, monkeypatch):
-    x = np.random.default_rng(0).standard_normal(3000, np.float32)
-    code = written(codec, x, own_generator(Context()))
-    values = read(codec, code, x.size, x.dtype)
-    for module in (loops, base):
-        monkeypatch.setattr(module, "is_compiled", lambda: False)
-    np.testing.assert_array_equal(code, written(codec, x, own_generator(Context())))
-    np.testing.assert_array_equal(values, read(codec, code, x.size, x.dtype))
 
 
 @pytest.mark.parametrize("n", [1000, 100_000])

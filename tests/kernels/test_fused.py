@@ -20,7 +20,6 @@ from hvd_compress import (
     FP8,
     FP16,
     QSGD,
-    Context,
     EFSignSGD,
     LinearQuantization,
     NaturalCompression,
@@ -39,13 +38,12 @@ from hvd_compress import (
 from hvd_compress.base import Outcome, Tensors
 from hvd_compress.chain import Chain
 from hvd_compress.codecs import contraction, natural, uniform_dithering
-from hvd_compress.engines.joining import PlacedTensor, exchanged, plan_for, tensors_of
+from hvd_compress.engines.joining import PlacedTensor, plan_for
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import PayloadError
 from hvd_compress.meetings import allgather, alltoall
 from hvd_compress.reduce import Reducer
-from hvd_compress.stats import Record
 from hvd_compress.transforms import (
     clip_by_local_norm,
     ef21,
@@ -53,7 +51,15 @@ from hvd_compress.transforms import (
     momentum_after_averaging,
     smoothing,
 )
-from tests.kernels.buckets import Ranks, assert_equal, one_by_one
+from tests.kernels.buckets import (
+    Ranks,
+    assert_all_equal,
+    assert_equal,
+    gradients_of,
+    made,
+    one_by_one,
+    two_of_three,
+)
 
 METHODS = [
     DGC(density=0.05, min_size=0),
@@ -118,18 +124,15 @@ def test_a_bucket_of_half_precision_is_what_its_tensors_are(kind, method):
     ranks = Ranks(method, shapes, 2, in_place=kind.startswith("torch"))
     expected, overflowed = one_by_one(method, 2), 0
     for step in range(5):
-        gradients = [
-            {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
-            for _ in "ab"
-        ]
+        gradients = gradients_of(random, shapes, 2)
         if step == 2:
             gradients[1]["b"][3, 3] = np.nan
         if step >= 3:
             for own in gradients:
                 own["c"][5, 5] = 6e4 if "float16" in kind.split() else 3e38
-        made = [{n: HALVES[kind](x) for n, x in own.items()} for own in gradients]
-        wanted = expected(copy.deepcopy(made))
-        for own, other in zip(ranks.exchange(made), wanted, strict=True):
+        halves = made(gradients, HALVES[kind])
+        wanted = expected(copy.deepcopy(halves))
+        for own, other in zip(ranks.exchange(halves), wanted, strict=True):
             for name in shapes:
                 assert own[name].mean.dtype == other[name].mean.dtype
                 assert_equal(wide(own[name]), wide(other[name]))
@@ -154,29 +157,19 @@ def test_a_bucket_is_what_its_tensors_are(framework, data):
     make = MAKERS[framework]
     for _ in range(4):
         kind = data.draw(st.sampled_from(["normal", "ties", "zeros"]))
-        gradients = []
-        for _ in range(size):
-            own = {
-                n: random.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()
-            }
-            if kind == "ties":
-                own = {n: np.round(x) for n, x in own.items()}
-            elif kind == "zeros":
-                own = {n: x * 0 for n, x in own.items()}
-            gradients.append(own)
+        of_kind = {"normal": np.copy, "ties": np.round, "zeros": np.zeros_like}[kind]
+        gradients = [
+            {n: of_kind(x) for n, x in own.items()} for own in gradients_of(random, shapes, size)
+        ]
         if data.draw(st.booleans()):
             bad = gradients[data.draw(st.integers(0, size - 1))]
             name = data.draw(st.sampled_from(sorted(shapes)))
             bad[name][0, 0] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
-        gradients = [{n: make(x) for n, x in own.items()} for own in gradients]
+        gradients = made(gradients, make)
         given_ = copy.deepcopy(gradients)
-        found = ranks.exchange(gradients)
-        for own, other in zip(found, expected(given_), strict=True):
-            for name in shapes:
-                assert_equal(own[name], other[name])
-        for own, other in zip(gradients, given_, strict=True):  # nobody wrote into them
-            for name in shapes:
-                np.testing.assert_array_equal(np.asarray(own[name]), np.asarray(other[name]))
+        assert_all_equal(ranks.exchange(gradients), expected(given_))
+        # Nobody wrote into them.
+        np.testing.assert_equal(made(gradients, np.asarray), made(given_, np.asarray))
 
 
 @pytest.mark.parametrize("method", [*METHODS[:8], *CODED], ids=repr)
@@ -195,17 +188,14 @@ def test_a_graph_gives_the_same(method):
 
     states = None
     for step in range(4):
-        gradients = [
-            {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
-            for _ in range(2)
-        ]
+        gradients = gradients_of(random, shapes, 2)
         if step == 2:
             gradients[1]["b"][3, 3] = np.nan
-        made = [{n: tf.constant(x) for n, x in own.items()} for own in gradients]
+        tensors = made(gradients, tf.constant)
         if states is None:
-            states = [{n: method.init(x) for n, x in own.items()} for own in made]
+            states = [{n: method.init(x) for n, x in own.items()} for own in tensors]
         before = copy.deepcopy(states)
-        found = exchange(tf.constant(step, tf.int64), made, states)
+        found = exchange(tf.constant(step, tf.int64), tensors, states)
         for own, others in zip(found, expected(gradients), strict=True):
             for name, other in others.items():
                 direction, state = tf.nest.map_structure(np.asarray, own[name])
@@ -233,29 +223,34 @@ def test_graphs_share_what_they_keep(method):
 
 def test_what_is_summed_first_may_take_the_place_of_its_rows():
     method, shapes = PowerSGD(rank=2, min_compression_rate=1), {"a": (50, 40)}
-    gradients = {"a": np.ones((50, 40), np.float32)}
-    states = {"a": method.init(gradients["a"])}
-    exchange = exchange_of(method, shapes, gradients, states, size=1)
+    exchange = Ranks(method, shapes, 1, in_place=True).begun(0, {"a": np.ones((50, 40), "f4")})
     first = next(exchange)
     assert (first.owned, exchange.send(first.array).owned) == (True, False)
 
 
-@pytest.mark.parametrize("method", [METHODS[0], *CODED], ids=repr)
-def test_the_result_may_take_the_place_of_the_gradient(method):
-    shapes = {"a": (50, 40), "b": (30, 30)}
-    random = np.random.default_rng(0)
-    ranks, expected = Ranks(method, shapes, 2, in_place=True), one_by_one(method, 2)
-    for _ in range(3):
-        gradients = [
-            {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
-            for _ in range(2)
-        ]
+@pytest.mark.parametrize("circumstance", ["in place", "without a compiler", "from a checkpoint"])
+@pytest.mark.parametrize("method", [*METHODS[:2], *CODED], ids=repr)
+def test_circumstances_change_no_bit(method, circumstance, monkeypatch):
+    """The result takes the place of the gradient; loops are NumPy's; and a checkpoint takes that of
+    the state, whatever copy was kept beside it."""
+    shapes, random = {"a": (50, 40), "b": (30, 30)}, np.random.default_rng(0)
+    is_in_place = circumstance == "in place"
+    ranks, expected = Ranks(method, shapes, 2, in_place=is_in_place), one_by_one(method, 2)
+    if circumstance == "without a compiler":
+        monkeypatch.setattr(kernels, "is_compiled", lambda: False)
+    for step in range(4):
+        if circumstance == "from a checkpoint" and step == 2:
+            saved = copy.deepcopy(ranks.states)
+            for _ in range(2):
+                ranks.exchange(gradients_of(random, shapes, 2))
+            ranks.states, ranks.step = saved, step
+        gradients = gradients_of(random, shapes, 2)
         other = expected(copy.deepcopy(gradients))
-        for rank, own in enumerate(ranks.exchange(gradients)):
-            for name, outcome in own.items():
-                if "clip" not in repr(method):  # whose result is another array
-                    assert np.shares_memory(outcome.direction, gradients[rank][name])
-                assert_equal(outcome, other[rank][name])
+        found = ranks.exchange(gradients)
+        assert_all_equal(found, other)
+        if is_in_place and "clip" not in repr(method):  # whose result is another array
+            for own, given_ in zip(found, gradients, strict=True):
+                assert all(np.shares_memory(own[n].direction, x) for n, x in given_.items())
 
 
 def test_other_entries_of_the_state_stay_out_of_it():
@@ -283,58 +278,6 @@ def test_a_bucket_is_of_the_device_that_it_was_made_on():
     place = QSGD().place(gradient, step)
     moved = place._replace(key=("elsewhere", torch.device("meta")))
     assert plan_for([PlacedTensor("a", gradient, {}, moved, 0.0)], step, plan) is not plan
-
-
-def test_gradients_need_not_be_contiguous():
-    """Ranks whose gradients lie in memory in other ways make the same request."""
-    gradient = np.random.default_rng(0).standard_normal((50, 40)).astype(np.float32)
-    ranks, expected = (
-        Ranks(METHODS[0], {"a": (40, 50)}, 1, in_place=True),
-        one_by_one(METHODS[0], 1),
-    )
-    for _ in range(3):
-        (own,) = ranks.exchange([{"a": gradient.copy().T}])
-        (other,) = expected([{"a": gradient.T}])
-        assert_equal(own["a"], other["a"])
-
-
-@pytest.mark.parametrize("method", [METHODS[1], *CODED], ids=repr)
-def test_without_a_compiler_the_bits_are_the_same(monkeypatch, method):
-    shapes = {"a": (50, 40), "b": (30, 30)}
-    random = np.random.default_rng(1)
-    gradients = [
-        [{n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()} for _ in "01"]
-        for _ in range(3)
-    ]
-    found = []
-    for compiled in (True, False):
-        monkeypatch.setattr(kernels, "is_compiled", lambda compiled=compiled: compiled)
-        ranks = Ranks(method, shapes, 2)
-        found.append([copy.deepcopy(ranks.exchange(step)) for step in gradients])
-    for fast, plain in zip(*found, strict=True):
-        for own, other in zip(fast, plain, strict=True):
-            for name in shapes:
-                assert_equal(own[name], other[name])
-
-
-@pytest.mark.parametrize("method", [METHODS[0], *CODED], ids=repr)
-def test_a_checkpoint_takes_the_place_of_the_state(method):
-    """The copy that was kept beside the state has no say."""
-    shapes = {"a": (50, 40)}
-    random = np.random.default_rng(2)
-    gradients = [
-        [{"a": random.standard_normal((50, 40)).astype(np.float32)} for _ in "01"] for _ in range(6)
-    ]
-    ranks = Ranks(method, shapes, 2)
-    for step in gradients[:3]:
-        ranks.exchange(step)
-    saved, at = copy.deepcopy(ranks.states), ranks.step
-    first = [copy.deepcopy(ranks.exchange(step)) for step in gradients[3:]]
-    ranks.states, ranks.step = saved, at
-    again = [copy.deepcopy(ranks.exchange(step)) for step in gradients[3:]]
-    for one, other in zip(first, again, strict=True):
-        for own, theirs in zip(one, other, strict=True):
-            assert_equal(own["a"], theirs["a"])
 
 
 @pytest.mark.parametrize(
@@ -367,35 +310,17 @@ def test_the_first_step_needs_memory_for_states_and_messages_alone(method, state
 @pytest.mark.parametrize("method", CODED[:5], ids=repr)
 def test_after_another_number_of_ranks_nothing_is_lost(method, make):
     """The residual of shards that are others' now goes along with its next message."""
-    random = np.random.default_rng(0)
-    shapes = {"a": (50, 40), "b": (300,)}
-
-    def gradients(size):
-        return [
-            {n: make(random.standard_normal(s).astype(np.float32)) for n, s in shapes.items()}
-            for _ in range(size)
-        ]
-
-    ranks, world = Ranks(method, shapes, 3), World(method, 3)
-    for _ in range(2):
-        own = gradients(3)
-        world.exchange_all(copy.deepcopy(own), momentum=0.9)
-        ranks.exchange(own)
-    fewer, blocks = Ranks(method, shapes, 2), World(method, 2)
-    fewer.states, fewer.step = copy.deepcopy(ranks.states[:2]), 2
-    blocks.states = {n: copy.deepcopy(states[:2]) for n, states in world.states.items()}
-    blocks.steps = dict.fromkeys(shapes, 2)
+    shapes, random = {"a": (50, 40), "b": (300,)}, np.random.default_rng(0)
+    fewer, blocks = two_of_three(method, shapes, random, make)
     for step in range(3):
-        own = gradients(2)
         if step == 1:  # as a broadcast does: the array is the one from before
             state = fewer.states[1]["a"].get("owner_residual")
             if state is not None and make is torch.tensor:
                 state += 0.25
                 blocks.states["a"][1]["owner_residual"] += 0.25
-        expected = blocks.exchange_all(copy.deepcopy(own), momentum=0.9)
-        for found, other in zip(fewer.exchange(own), expected, strict=True):
-            for name in shapes:
-                assert_equal(found[name], other[name])
+        own = gradients_of(random, shapes, 2)
+        expected = blocks.exchange_all(own, momentum=0.9)
+        assert_all_equal(fewer.exchange(made(own, make)), expected)
 
 
 @pytest.mark.parametrize(
@@ -414,34 +339,20 @@ def test_a_switch_takes_nothing_over_from_the_other_form(first, then):
     shapes = {"a": (50, 40), "b": (300, 3)}
     ranks, expected = Ranks(method, shapes, 2, in_place=True), World(method, 2)
     for _ in range(5):
-        own = [
-            {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
-            for _ in "01"
-        ]
+        own = gradients_of(random, shapes, 2)
         other = expected.exchange_all(copy.deepcopy(own), momentum=0.9, gradient_norm=3.0)
-        for found, wanted in zip(ranks.exchange(own), other, strict=True):
-            for name in shapes:
-                assert_equal(found[name], wanted[name])
-
-
-def exchange_of(method, shapes, gradients, states, rank=0, size=2):
-    step, group = Context("", rank, size, in_place=True), []
-    for name in shapes:
-        place = method.place(gradients[name], step._replace(name=name))
-        group.append(PlacedTensor(name, gradients[name], states[name], place, 0.0))
-    return exchanged(plan_for(group, step), tensors_of(group), step, Record())
+        assert_all_equal(ranks.exchange(own), other)
 
 
 @pytest.mark.parametrize("method", CODED, ids=repr)
 def test_a_step_that_ends_early_leaves_states_as_they_were(method):
     shapes, random = {"a": (50, 40), "b": (30, 10)}, np.random.default_rng(0)
-    ranks = Ranks(method, shapes, 2)
-    ranks.exchange([{n: random.standard_normal(s).astype("f4") for n, s in shapes.items()}] * 2)
-    before = copy.deepcopy(ranks.states)
-    own = [{n: random.standard_normal(s).astype("f4") for n, s in shapes.items()} for _ in "01"]
+    ranks = Ranks(method, shapes, 2, in_place=True)
+    ranks.exchange(gradients_of(random, shapes, 2))
+    before, own = copy.deepcopy(ranks.states), gradients_of(random, shapes, 2)
     for rounds in itertools.count():
         given = copy.deepcopy(own)
-        exchanges = [exchange_of(method, shapes, given[r], ranks.states[r], r) for r in range(2)]
+        exchanges = [ranks.begun(rank, own) for rank, own in enumerate(given)]
         requests = [next(each) for each in exchanges]
         for _ in range(rounds):
             replies = [type(requests[0]).reply(requests, rank) for rank in range(2)]
@@ -452,20 +363,17 @@ def test_a_step_that_ends_early_leaves_states_as_they_were(method):
                 return
         for each in exchanges:
             each.close()
-        for rank in range(2):
-            for name in shapes:
-                for key, x in ranks.states[rank][name].items():
-                    np.testing.assert_array_equal(x, before[rank][name][key])
+        np.testing.assert_equal(ranks.states, before)
 
 
 @pytest.mark.parametrize("method", [FP8(), OneBit(via="allgather"), QSGD()], ids=repr)
 def test_messages_of_another_size_and_of_other_options_are_noticed(method):
     """Changed bytes are those of tests/wire/test_gathered.py."""
-    shapes, random = {"a": (8, 9), "b": (30,)}, np.random.default_rng(0)
-    own = {n: random.standard_normal(s).astype("f4") for n, s in shapes.items()}
+    shapes = {"a": (8, 9), "b": (30,)}
+    (own,) = gradients_of(np.random.default_rng(0), shapes, 1)
 
     def begun(method):
-        exchange = exchange_of(method, shapes, own, {n: method.init(g) for n, g in own.items()})
+        exchange = Ranks(method, shapes, 2, in_place=True).begun(0, dict(own))
         return exchange, next(exchange).arrays[0]
 
     message = begun(method)[1].copy()

@@ -136,8 +136,7 @@ def test_elements_of_arrays_as_they_are(kind):
     for _ in range(3):
         steps = Steps(Column([drawn(random, n, kind) for n in sizes]))
         own, expected = (selection.select(steps, None, False) for selection in loops)
-        for x, y in zip(own, expected, strict=True):
-            np.testing.assert_array_equal(x, y)
+        np.testing.assert_equal(own, expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -217,8 +216,7 @@ def test_sums_are_those_of_numpy(sizes, ranks, kind, density, size, seed):
     expected = [x.copy() for x in out]
     kernels.add_up(Column(out), indices, values, size)
     reference.add_up(Column(expected), indices, values, size)
-    for own, theirs in zip(out, expected, strict=True):
-        np.testing.assert_array_equal(own, theirs)
+    np.testing.assert_equal(out, expected)
 
 
 @given(
@@ -275,19 +273,6 @@ def test_rice_codes_are_those_of_numpy(n, count, b, seed):
             if damaged != places.size:
                 with pytest.raises(ValueError, match=r"indices|\d"):
                     unpack(own, damaged, b, n)
-
-
-@settings(max_examples=200, deadline=None)
-@given(code=st.binary(max_size=40), count=st.integers(1, 50), b=st.integers(0, 48))
-def test_damaged_codes_never_give_indices_out_of_range(code, count, b):
-    for unpack in (kernels.loops().rice_unpack, reference.rice_unpack):
-        try:
-            found = unpack(np.frombuffer(code, np.uint8), count, b, 1000)
-        except ValueError:
-            continue
-        assert found.size == count
-        assert (np.diff(found) > 0).all()
-        assert 0 <= found[0] <= found[-1] < 1000
 
 
 def test_without_a_compiler_numpy_serves_and_says_so_once(monkeypatch, caplog):

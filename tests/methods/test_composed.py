@@ -64,10 +64,7 @@ def test_the_first_rule_that_fits_decides():
 def test_tensors_travel_as_their_methods_do():
     chosen = partition(("a*", TopK(density=0.1)), otherwise=QSGD())
     for name, method in (("a1", TopK(density=0.1)), ("b", QSGD())):
-        for ours, theirs in zip(
-            directions(chosen, 4, name), directions(method, 4, name), strict=True
-        ):
-            np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_equal(directions(chosen, 4, name), directions(method, 4, name))
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -76,10 +73,8 @@ def test_all_tensors_have_momentum_or_none(nesterov):
     chosen = partition(("a*", DENSE), otherwise="none")
     assert chosen.takes_momentum
     context = {"momentum": 0.9, "nesterov": nesterov}
-    for ours, theirs in zip(
-        directions(chosen, 5, "a", **context), directions(chosen, 5, "b", **context), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+    ours, theirs = (directions(chosen, 5, name, **context) for name in "ab")
+    np.testing.assert_allclose(ours, theirs, rtol=1e-12)
     assert not partition(("a*", TopK()), otherwise="none").takes_momentum
 
 
@@ -122,9 +117,8 @@ def test_a_partition_wants_names():
 
 def test_switching_in_mid_training():
     method = switch("none", TopK(density=0.2), 3)
-    found, sparse = directions(method, 6), directions(NoCompression(), 3)
-    for ours, theirs in zip(found, sparse, strict=False):
-        np.testing.assert_array_equal(ours, theirs)
+    found = directions(method, 6)
+    np.testing.assert_equal(found[:3], directions(NoCompression(), 3))
     later = World(TopK(density=0.2), 3)
     for step in range(3, 6):
         expected = later.exchange(gradients(step), "weight")[0].direction
@@ -160,10 +154,8 @@ def test_switches_by_epoch_and_of_switches():
     fixed = with_values(method, dict.fromkeys(schedules_of(method), True))
     assert isinstance(fixed, Switch)
     assert not fixed.needs_epoch
-    for ours, theirs in zip(
-        directions(fixed, 3, momentum=0.9), directions(DGC(), 3, momentum=0.9), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
+    ours, theirs = (directions(each, 3, momentum=0.9) for each in (fixed, DGC()))
+    np.testing.assert_equal(ours, theirs)
 
 
 def test_a_method_without_phases_says_so():

@@ -30,6 +30,7 @@ from hvd_compress.torch import autoencoder as torch_network
 
 MAKE = {"torch": (torch_network, torch.from_numpy), "tensorflow": (tensorflow_network, tf.constant)}
 WAYS = {"allreduce": learned_allreduce, "server": learned_server}
+pytestmark = pytest.mark.filterwarnings("ignore::hvd_compress.PoorFit")
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
@@ -151,9 +152,14 @@ class Linear:
         return latents.repeat(4, axis=1)
 
 
-def test_a_linear_network_decodes_the_mean_to_the_mean(monkeypatch):
+@pytest.fixture
+def linear(monkeypatch):
     monkeypatch.setattr("hvd_compress.learned.aggregators.network_of", lambda x: Linear)
     monkeypatch.setattr("hvd_compress.learned.aggregators.numpy_network", Linear)
+
+
+@pytest.mark.usefixtures("linear")
+def test_a_linear_network_decodes_the_mean_to_the_mean():
     method = chain(via=learned_allreduce(0.04, start=0))
     gradients = [x.astype(np.float64) for x in alike(0)]
     outcome = World(method, 3).exchange(gradients)[0]
@@ -225,27 +231,17 @@ def test_training_sends_the_values_as_they_are():
 
 def requests_of(method, step, ranks=3, rank=0):
     """The requests of a rank in one step, and its bytes."""
-    gradients = alike(step)
-    states = [method.init(gradient) for gradient in gradients]
-    exchanges = [
-        alone(
-            method.exchange(gradient, state, Context(rank=i, size=ranks, step=step, momentum=0.9))
-        )
-        for i, (gradient, state) in enumerate(zip(gradients, states, strict=True))
-    ]
-    found, asked = [], [next(exchange) for exchange in exchanges]
-    while asked:
-        mine = asked[rank]
-        sent = mine.payload if isinstance(mine, Gather) else mine.array
-        found.append((type(mine), sent.nbytes))
-        parts = [x.payload if isinstance(x, Gather) else x.array for x in asked]
-        reply = parts if isinstance(mine, Gather) else sum(parts)
-        asked = []
-        for exchange in exchanges:
-            try:
-                asked.append(exchange.send(reply))
-            except StopIteration:
-                continue
+    found, exchanges = [], []
+
+    def note(request, reply):
+        sent = request.payload if isinstance(request, Gather) else request.array
+        found.append((type(request), sent.nbytes))
+
+    for i, gradient in enumerate(alike(step)):
+        context = Context(rank=i, size=ranks, step=step, momentum=0.9)
+        exchange = method.exchange(gradient, method.init(gradient), context)
+        exchanges.append(alone(exchange, *[note] * (i == rank)))
+    run(exchanges)
     return found
 
 
@@ -292,9 +288,7 @@ def test_all_ranks_take_over_the_weights_of_rank_0(way):
     spoilt = alike(2)
     spoilt[1][:] = np.nan
     for gradients in (spoilt, alike(3)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PoorFit)
-            outcomes = world.exchange(gradients)
+        outcomes = world.exchange(gradients)
         for outcome in outcomes:
             np.testing.assert_array_equal(outcome.mean, outcomes[0].mean)
     for outcome in outcomes:
@@ -334,9 +328,8 @@ def two_tensors(step, ranks=3, dtype=np.float64):
     ]
 
 
-def test_one_network_for_two_tensors_by_hand(monkeypatch):
-    monkeypatch.setattr("hvd_compress.learned.aggregators.network_of", lambda x: Linear)
-    monkeypatch.setattr("hvd_compress.learned.aggregators.numpy_network", Linear)
+@pytest.mark.usefixtures("linear")
+def test_one_network_for_two_tensors_by_hand():
     method = chain(via=learned_allreduce(0.04, start=0))
     world = World(method, 3)
     for step in (0, 1):
@@ -407,14 +400,12 @@ def test_bytes_of_one_network_for_two_tensors():
 def test_a_nonfinite_tensor_leaves_what_is_common(via, name, step):
     """Whether its own state has the autoencoder or not."""
     world = World(LGC(0.04, learn=0, code=4, via=via, min_size=0, momentum=0.9, keep=1.0), 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PoorFit)
-        for number in range(step):
-            world.exchange_all(two_tensors(number))
-        before = [world.states["a"][rank] for rank in range(3)]
-        everyones = two_tensors(step)
-        everyones[1][name][0] = np.nan
-        outcomes = world.exchange_all(everyones)
+    for number in range(step):
+        world.exchange_all(two_tensors(number))
+    before = [world.states["a"][rank] for rank in range(3)]
+    everyones = two_tensors(step)
+    everyones[1][name][0] = np.nan
+    outcomes = world.exchange_all(everyones)
     assert "autoencoder" not in world.states["b"][0]
     for rank, old in enumerate(before):
         assert np.isnan(outcomes[rank][name].mean).any()
@@ -475,21 +466,18 @@ def test_an_autoencoder_that_was_not_taken_over_is_noticed():
     for step in range(3, 6):
         spoilt = alike(step)
         spoilt[1][0] = np.nan
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PoorFit)
-            assert np.isnan(world.exchange(spoilt)[0].mean).any()
+        assert np.isnan(world.exchange(spoilt)[0].mean).any()
     with pytest.warns(PoorFit, match="take over rank 0's"):
         world.exchange(alike(6))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_rate_that_leads_nowhere_keeps_the_weights_finite():
     world = World(chain(via=learned_allreduce(0.1, start=20, rate=1.0)), 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in range(24):
-            outcome = world.exchange(alike(step))[0]
-            assert np.isfinite(outcome.mean).all()
-            assert np.isfinite(outcome.state["autoencoder"]).all()
+    for step in range(24):
+        outcome = world.exchange(alike(step))[0]
+        assert np.isfinite(outcome.mean).all()
+        assert np.isfinite(outcome.state["autoencoder"]).all()
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.datasets import load_digits
 
-from hvd_compress import ConfigError, OkTopk, TopK
+from hvd_compress import OkTopk
 from hvd_compress.base import Context
 from hvd_compress.blocks import chain, ok_topk
 from hvd_compress.engines.joining import alone
@@ -41,56 +40,24 @@ def test_two_ranks_by_hand():
     assert of(outcomes, "residual") == [[0] * 8, [0] * 8]
 
 
-@settings(max_examples=40)
 @given(
     size=st.sampled_from([1, 2, 3, 5, 8, 17]),
-    n=st.integers(1, 60),
-    density=st.sampled_from([0.1, 0.3, 0.6]),
-    every=st.sampled_from([1, 3, 32]),
-    seed=st.integers(0, 1000),
-)
-def test_the_largest_sums_and_nothing_lost(size, n, density, every, seed):
-    """In exact steps the result is the k largest sums of what ranks chose; in all steps what went
-    in is what arrived and what is left."""
-    random = np.random.default_rng(seed)
-    method = OkTopk(density=density, threshold_every=every)
-    world, k = World(method, size), -(-int(np.ceil(density * n * 1000)) // 1000)
-    went_in, came = np.zeros(n), np.zeros(n)
-    for step in range(5):
-        residuals = [s.get("residual", 0) for s in world.states.get("tensor", [{}] * size)]
-        gradients = [random.standard_normal(n) for _ in range(size)]
-        outcomes = world.exchange(gradients)
-        went_in += sum(gradients)
-        came += outcomes[0].mean * size
-        left = sum(outcome.state["residual"] for outcome in outcomes)
-        np.testing.assert_allclose(went_in, came + left, atol=1e-9)
-        if step % every == 0 and k < n:
-            chosen = np.zeros(n)
-            for gradient, residual in zip(gradients, residuals, strict=True):
-                x = gradient + residual
-                own = np.argsort(-np.abs(x), kind="stable")[:k]
-                chosen[own] += x[own]
-            largest = np.sort(np.abs(chosen))[-k:]
-            found = np.sort(np.abs(outcomes[0].mean * size))[-k:]
-            np.testing.assert_allclose(found, largest, atol=1e-9)
-
-
-@given(
-    size=st.sampled_from([2, 3, 5, 8]),
     n=st.integers(20, 90),
+    part=st.sampled_from([10, 3, 2]),
+    every=st.sampled_from([1, 3, 4]),
     indices=st.sampled_from(["packed", "int32"]),
     dtype=st.sampled_from(["float32", "float64"]),
     seed=st.integers(0, 1000),
 )
-def test_between_exact_steps_the_result_is_all_sums_that_reach_the_threshold(
-    size, n, indices, dtype, seed
+def test_the_result_is_the_largest_sums_or_between_exact_steps_all_that_reach_the_threshold(
+    size, n, part, every, indices, dtype, seed
 ):
     """Added in the order of the ranks, and of the entries that are not in it each stays with its
     rank."""
-    random, k = np.random.default_rng(seed), max(1, n // 10)
-    world = World(OkTopk(k / n, threshold_every=4, indices=indices), size)
+    random, k = np.random.default_rng(seed), n // part
+    world = World(OkTopk(k / n, threshold_every=every, indices=indices), size)
     threshold, left = 0.0, [np.zeros(n, dtype)] * size
-    for step in range(4):
+    for step in range(5):
         gradients = [random.standard_normal(n).astype(dtype) for _ in range(size)]
         outcomes = world.exchange(gradients)
         total, chosen, went_in = np.zeros(n, dtype), [], []
@@ -98,7 +65,7 @@ def test_between_exact_steps_the_result_is_all_sums_that_reach_the_threshold(
             went_in.append(gradient + rest)
             chosen.append(np.sort(np.argsort(-np.abs(went_in[-1]), kind="stable")[:k]))
             total[chosen[-1]] += went_in[-1][chosen[-1]]
-        if step:
+        if step % every:
             places = np.flatnonzero((np.abs(total) >= threshold) & (total != 0))
         else:
             places = np.sort(np.argsort(-np.abs(total), kind="stable")[:k])
@@ -260,38 +227,3 @@ def test_a_rank_sends_and_receives_less_than_six_k_entries(size):
         if step:  # the first step is exact, with all sums of all regions
             headers = 3 * 32 * size
             assert received.max() < 6 * k * 4 + headers, (step, received.max() / k)
-
-
-def test_options_are_checked():
-    with pytest.raises(ConfigError, match="threshold_every"):
-        OkTopk(threshold_every=0)
-    with pytest.raises(ConfigError, match="density"):
-        OkTopk(density=2)
-    with pytest.raises(ConfigError, match=r"indices.*packed"):
-        OkTopk(indices="rice")
-    with pytest.raises(ConfigError, match=r"values.*float16"):
-        OkTopk(values="bfloat16")
-    assert OkTopk().to_config()["method"] == "oktopk"
-
-
-@pytest.mark.parametrize("ranks", [4, 16])
-def test_trains_digits_like_dense(ranks):
-    """A softmax regression on scikit-learn's digits; accuracy on the scans trained on."""
-    x, y = load_digits(return_X_y=True)
-    x, onehot = x / 16, np.eye(10)[y]
-    random = np.random.default_rng(0)
-
-    def accuracy(method):
-        w, world = np.zeros((64, 10)), World(method, ranks)
-        for _ in range(300):
-            gradients = []
-            for _ in range(ranks):
-                batch = random.integers(0, len(x), 32)
-                logits = x[batch] @ w
-                p = np.exp(logits - logits.max(1, keepdims=True))
-                p /= p.sum(1, keepdims=True)
-                gradients.append(x[batch].T @ (p - onehot[batch]) / 32)
-            w -= 0.5 * world.exchange(gradients)[0].mean
-        return np.mean((x @ w).argmax(1) == y)
-
-    assert accuracy(OkTopk(density=0.05)) > accuracy(TopK(density=1.0)) - 0.02

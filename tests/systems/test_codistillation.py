@@ -9,7 +9,7 @@ import pytest
 
 from hvd_compress import from_config
 from hvd_compress.engines import lockstep
-from hvd_compress.errors import ConfigError, PayloadError
+from hvd_compress.errors import ConfigError
 from hvd_compress.systems.base import groups_of
 from hvd_compress.systems.teachers import (
     Codistillation,
@@ -94,29 +94,8 @@ def test_when_what_happens():
     assert Codistillation("predictions").period == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"exchange": "gradients"}, "exchange must be one of 'checkpoints', 'predictions'"),
-        ({"every": 0}, "every"),
-        ({"burn_in": -1}, "burn_in"),
-        ({"weight": -1.0}, "weight must be a number, 0 or more, or a schedule"),
-        ({"weight": "ramp"}, "Ramp"),
-        ({"loss": "l2"}, "loss must be one of"),
-        ({"values": "int8"}, "values must be one of None, 'float16'"),
-        ({"groups": 0}, "groups must be the number of ranks of a group"),
-        ({"weight_decay": 5e-4}, "weight_decay must be WeightDecay"),
-    ],
-)
-def test_bad_options_are_refused(options, words):
-    with pytest.raises(ConfigError, match=words):
-        Codistillation(**options)
-
-
 def test_bad_schedules_are_refused():
     for make, words in (
-        (lambda: Ramp(steps=0), "steps"),
-        (lambda: Ramp(to=-1), "to"),
         (lambda: WeightDecay((1.0, 0.0), at_steps=(0,)), "at_steps"),
         (lambda: WeightDecay(), "at_steps"),
         (lambda: WeightDecay((0.1, 0.2, 0.3), (5, 4)), "ascending"),
@@ -183,13 +162,6 @@ def test_fingerprints_are_those_of_values():
     assert fingerprint_of([a]) == fingerprint_of([a.copy()]) != fingerprint_of([b])
     assert fingerprint_of([a[::2]]) == fingerprint_of([np.array([0.0, 2.0])])
     assert fingerprint_of([]) == "unknown"
-
-
-def test_damage_names_the_teacher():
-    messages = exchange({"x": np.zeros((1, 2))}, Counterparts((1,), (1,)), None)
-    next(messages)
-    with pytest.raises(PayloadError, match=r"rank 1: .*damaged"):
-        messages.send([np.zeros(3, np.uint8)])
 
 
 def test_integers_are_no_predictions():

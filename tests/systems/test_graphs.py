@@ -7,7 +7,6 @@ import pytest
 
 from hvd_compress import ConfigError
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.errors import PayloadError
 from hvd_compress.studies import decentralized as theory
 from hvd_compress.systems import Coordinator
 from hvd_compress.systems.graphs import (
@@ -213,10 +212,7 @@ def test_the_order_of_parameters_in_a_checkpoint_does_not_matter():
     saved = coordinator.state_dict()
     turned = {key: dict(reversed(own.items())) for key, own in saved["state"].items()}
     other.load_state_dict({**saved, "state": turned})
-    for one, two in zip(
-        steps(coordinator, x, 2).values(), steps(other, x, 2).values(), strict=True
-    ):
-        np.testing.assert_array_equal(one, two)
+    np.testing.assert_equal(steps(coordinator, x, 2), steps(other, x, 2))
 
 
 def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
@@ -230,10 +226,6 @@ def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: LEAD(alpha=2.0), "alpha"),
-        (lambda: LEAD(gamma=0.0), "gamma"),
-        (lambda: LEAD(codec="topk"), "codec must be a codec"),
-        *((lambda kind=kind: kind(prox=3), "prox") for kind in (LEAD, ExactDiffusion, EXTRA)),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), 1, 0.0), "rate"),
         (lambda: simulate(DGD(), pull, np.zeros((3, 1)), -1, 0.1), "steps"),
     ],
@@ -241,14 +233,3 @@ def test_numbers_of_ranks_that_cannot_be_are_found_at_once():
 def test_bad_options(make, words):
     with pytest.raises(ConfigError, match=words):
         make()
-
-
-def test_damage_names_the_neighbour():
-    method = Diffusion("cycle")
-    network = method.topology.neighborhood(1, 3, 1)
-    update = method.update(np.ones(4), np.ones(4), {}, network)
-    frame = next(update).payload
-    broken = frame.copy()
-    broken[20] ^= 1
-    with pytest.raises(PayloadError, match="rank 2"):
-        update.send([frame, broken])

@@ -62,9 +62,7 @@ def test_ranks_are_equal_where_that_is_promised(row):
     ranks = row.ranks(row.method)
     for _ in range(3):
         ranks.run(int(row.equal_after))
-        for own in ranks.x[1:]:
-            for name, x in own.items():
-                np.testing.assert_array_equal(x, ranks.x[0][name])
+        np.testing.assert_equal(ranks.x, [ranks.x[0]] * SIZE)
 
 
 @law([row for row in TABLE if row.alone is not None])
@@ -80,9 +78,7 @@ def test_one_rank_trains_plainly(row):
 def test_resumed_is_uninterrupted(row, at):
     whole, half = row.ranks(row.method).run(at + 8), row.ranks(row.method).run(at)
     again = half.resumed().run(8)
-    for own, other in zip(whole.x, again.x, strict=True):
-        for name, x in own.items():
-            np.testing.assert_array_equal(x, other[name])
+    np.testing.assert_equal(again.x, whole.x)
 
 
 @law([row for row in TABLE if row.resumes])
@@ -215,9 +211,7 @@ def test_what_is_tested_is_no_step(row):
     (before, _), steps = ranks.counted(), [owner.stats().total.steps for owner in ranks.owners]
     exchanges = [owner.exchanges for owner in ranks.owners]
     tested = ranks.tested()
-    for own in tested[1:]:
-        for name, x in own.items():
-            np.testing.assert_array_equal(x, tested[0][name])
+    np.testing.assert_equal(tested, [tested[0]] * SIZE)
     said, counted = ranks.counted()
     assert said == counted
     # A centre is there already.
@@ -243,9 +237,7 @@ def test_ranks_in_one_process_have_the_bits_of_the_owners(row):
         ]
         x = world.after_step(x)
     ranks.run(9)
-    for own, other in zip(x, ranks.x, strict=True):
-        for name, value in own.items():
-            np.testing.assert_array_equal(value, other[name])
+    np.testing.assert_equal(x, ranks.x)
     assert [owner.exchanges for owner in ranks.owners] == [world.exchanges] * SIZE
     assert world.bytes_sent == ranks.counted()[0][0]
 

@@ -34,6 +34,12 @@ def distributed(model, method, **options):
     )
 
 
+def step_of(model, optimizer, number):
+    optimizer.zero_grad()
+    loss_of(model, 0, number).backward()
+    optimizer.step()
+
+
 def trained(method, disturb=lambda when, model, optimizer: None, **options):
     """The parameters after some steps; ``disturb`` is called at three places of each."""
     model = make_model()
@@ -253,9 +259,7 @@ def test_momentum_that_changes_in_every_step_plans_once():
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=20)
     exchanges, plans = [], []
     for step in range(12):
-        optimizer.zero_grad()
-        loss_of(model, 0, step).backward()
-        optimizer.step()
+        step_of(model, optimizer, step)
         schedule.step()
         plans.append(optimizer.compression.reducer.buckets.plan)
         in_use = optimizer.compression.reducer._plans.values()
@@ -280,9 +284,7 @@ def test_a_group_that_is_replaced_counts_from_then_on():
                     optimizer.param_groups[0] = new
                 else:
                     optimizer.param_groups[0].update(new)
-            optimizer.zero_grad()
-            loss_of(model, 0, step).backward()
-            optimizer.step()
+            step_of(model, optimizer, step)
         found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
     assert torch.equal(*found)
 
@@ -290,20 +292,12 @@ def test_a_group_that_is_replaced_counts_from_then_on():
 # -- what is no plain tensor -----------------------------------------------------------------
 
 
-@pytest.fixture
-def mesh():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield dist.device_mesh.init_device_mesh("cpu", (1,))
-        dist.destroy_process_group()
-
-
-def test_parameters_that_are_no_plain_tensors_are_refused(mesh):
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_parameters_that_are_no_plain_tensors_are_refused(alone):
     with FakeTensorMode():
         fake = torch.nn.Linear(40, 5)
     sharded = make_model()
-    fully_shard(sharded, mesh=mesh)
+    fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
     for model, word in (
         (fake, "FakeTensor.*FakeTensorMode"),
         (make_model().to("meta"), "Parameter on the device meta.*the real model"),
@@ -380,7 +374,7 @@ def test_what_is_dropped_is_freed(method):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("method", ["none", "dgc:density=0.05,momentum=0.9", "powersgd", "onebit"])
-def test_what_a_hook_of_ddp_has_seen_is_freed(method, mesh):
+def test_what_a_hook_of_ddp_has_seen_is_freed(method, alone):
     model = make_model()
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     state = DDPState(method, parallel)
@@ -405,9 +399,7 @@ def test_a_second_optimizer_takes_over():
     first.step()
     second = distributed(model, "topk:density=0.05")
     for step in range(3):
-        second.zero_grad()
-        loss_of(model, 0, step).backward()
-        second.step()
+        step_of(model, second, step)
     assert first.compression.step == 1
     assert second.compression.step == 3
     with pytest.raises(hvd.ConfigError, match="taken them over"):
@@ -415,9 +407,7 @@ def test_a_second_optimizer_takes_over():
     other = make_model()
     third = distributed(other, "topk:density=0.05")  # of other parameters: both go on
     for optimizer, of in ((second, model), (third, other)):
-        optimizer.zero_grad()
-        loss_of(of, 0, 0).backward()
-        optimizer.step()
+        step_of(of, optimizer, 0)
 
 
 def test_backward_passes_on_several_threads():

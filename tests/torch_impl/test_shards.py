@@ -34,19 +34,6 @@ PARTS = [
 ]
 
 
-@pytest.fixture
-def messages(monkeypatch):
-    """The messages to the ranks, one after the other; they arrive as they are."""
-    found = []
-
-    def sent(arrived, message, group):
-        found.append(message.numpy().copy())
-        arrived.copy_(message)
-
-    monkeypatch.setattr(dist, "all_to_all_single", sent)
-    return found
-
-
 @pytest.mark.parametrize("ranks", [RANKS], indirect=True)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -56,7 +43,7 @@ def test_messages_are_the_codes_of_numpy(ranks, rows, codec, messages):
     x = random.standard_normal((rows * ranks, elements)).astype(np.float32)
     hop = hops.Hop(PARTS, codec, torch.float32, None, rows, torch.empty(0), 0.8)
     out, note = hop(torch.from_numpy(x.copy()))
-    sent = messages[0].reshape(ranks, rows, -1)
+    sent = messages[0].numpy().reshape(ranks, rows, -1)
     for q, row in enumerate(x):
         bytes_ = sent[q % ranks, q // ranks]
         assert bytes_[:4].view(np.float32) == 0
@@ -148,38 +135,31 @@ def test_launches_do_not_grow_with_the_ranks_and_the_host_waits_for_nothing(opti
 
 
 @pytest.mark.timeout(60)
-def test_a_store_that_is_silent_ends_the_wait_for_other_ranks(monkeypatch):
+def test_a_store_that_is_silent_ends_the_wait_for_other_ranks(alone, monkeypatch):
     """PyTorch asks it without a time-out, and its process may be stopped."""
     goes_on = threading.Event()
     store = SimpleNamespace(timeout=timedelta(seconds=0.1), add=lambda *_: goes_on.wait())
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        monkeypatch.setattr(lost_ranks, "_PATIENCE", 0.1)
-        monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
-        words = r"forget_parameters\(\) was called on rank 0, and the job's store, .* is silent"
+    monkeypatch.setattr(lost_ranks, "_PATIENCE", 0.1)
+    words = r"forget_parameters\(\) was called on rank 0, and the job's store, .* is silent"
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed_c10d, "_get_default_store", lambda: store)
         with pytest.raises(CollectiveTimeout, match=words):
             lost_ranks.meet(dist.group.WORLD, "forget_parameters()")
-    finally:
-        goes_on.set()
-        dist.destroy_process_group()
+    goes_on.set()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_one_rank_trains_as_without():
+def test_one_rank_trains_as_without(alone):
     losses = []
     for method in (None, "linear:bits=4"):
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        try:
-            torch.manual_seed(0)
-            model = fully_shard(torch.nn.Linear(5, 3))
-            exchange = method and hvd.compress_shards(model, method, parameters="linear")
-            model(torch.ones(2, 5)).square().sum().backward()
-            losses.append(model.weight.grad.full_tensor())
-            if exchange:
-                exchange.load_state_dict(exchange.state_dict())
-                assert exchange.stats().total.bytes_sent == 0
-        finally:
-            dist.destroy_process_group()
+        torch.manual_seed(0)
+        model = fully_shard(torch.nn.Linear(5, 3))
+        exchange = method and hvd.compress_shards(model, method, parameters="linear")
+        model(torch.ones(2, 5)).square().sum().backward()
+        losses.append(model.weight.grad.full_tensor())
+        if exchange:
+            exchange.load_state_dict(exchange.state_dict())
+            assert exchange.stats().total.bytes_sent == 0
     assert torch.equal(*losses)
 
 

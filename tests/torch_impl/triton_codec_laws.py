@@ -23,7 +23,6 @@ from hvd_compress import (
     codecs,
 )
 from hvd_compress.chain import Chain
-from hvd_compress.codecs import plus_minus
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import PayloadError
@@ -32,7 +31,6 @@ from hvd_compress.kernels import reference
 from hvd_compress.meetings import allgather, alltoall
 from hvd_compress.operators.at_random import own_generator
 from hvd_compress.reduce import Reducer
-from hvd_compress.torch import backend
 from hvd_compress.transforms import (
     averaged_momentum,
     ef21,
@@ -40,43 +38,36 @@ from hvd_compress.transforms import (
     momentum_after_averaging,
     smoothing,
 )
-from tests.kernels.buckets import Ranks, assert_equal, one_by_one
+from tests.kernels.buckets import (
+    Ranks,
+    assert_all_equal,
+    gradients_of,
+    made,
+    one_by_one,
+    two_of_three,
+)
+from tests.kernels.test_codecs import CODECS as COMPILED
 from tests.kernels.test_codecs import KINDS, drawn, generators
 from tests.torch_impl.triton_laws import (
     DEVICE,
     FEW,
     INTERPRETED,
+    assert_same,
+    at_device,
     drawn_too,
-    moved,
+    moved_to_host,
     on_device,
     waits_of,
 )
 
 FLOAT32 = np.dtype("float32")
-CODECS = [
-    codecs.sign(),
-    codecs.scaled_sign(),
-    codecs.scaled_sign("l2"),
-    plus_minus(0.3),
-    codecs.column_means(33),
-    codecs.column_means(2048),
-    codecs.column_means(),
-    codecs.linear(),
-    codecs.linear(8, 4096),
-    *(codecs.linear(bits, 100) for bits in (2, 5)),
-    *(codecs.uniform_dithering(levels, 512, "max") for levels in (1, 2, 7, 60, 127)),
-    codecs.uniform_dithering(7, None, "l2"),
-    codecs.uniform_dithering(9, 21, "l2"),
-    codecs.natural_dithering(),
-    codecs.exponential_dithering(1.2, 127, None),
-    codecs.ternary(),
-    codecs.ternary(2.4),
-    codecs.natural(),
-    codecs.natural(biased=True),
-    codecs.float8(),
-    codecs.float8("e4m3", 512),
-    codecs.float8("e5m2", 13),
+#: with other numbers of bits and levels than these the kernels are the same
+OTHERS = [
+    *(codecs.linear(bits, 100) for bits in (3, 4, 6, 7)),
+    *(codecs.uniform_dithering(levels, 512, "max") for levels in (4, 15)),
+    *(codecs.uniform_dithering(127, 2000, "l2"), codecs.natural_dithering(4, 3, "max")),
 ]
+CODECS = [codec for codec in COMPILED if codec not in OTHERS]
 SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1023, 1024, 4096, 4097, 10_000]))
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -99,14 +90,6 @@ class Coder:
 
     def read(self, out, *how):
         self.codes.read(self.whole, out, *how)
-
-
-def assert_same(own, expected):
-    """To the bit, the sign of zero included; one NaN is as good as another."""
-    own = own.cpu().numpy()
-    np.testing.assert_array_equal(own, expected)
-    signs = np.signbit(own), np.signbit(expected)
-    np.testing.assert_array_equal(*(np.where(np.isnan(expected), False, sign) for sign in signs))
 
 
 #: two kinds of each codec, so that those with the same kernels have all, and some have many blocks
@@ -228,28 +211,11 @@ SHAPES = {"a": (20, 10), "b": (8, 8), "c": (2,), "d": (41, 27)}
 SOME = BUCKETS if not (INTERPRETED and FEW) else [BUCKETS[i] for i in (1, 2, 5, 8, 9, 12, 14, 15)]
 
 
-@pytest.fixture
-def by_triton(monkeypatch):
-    if INTERPRETED:  # else the device says so
-        monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
-
-
-def gradients_of(random, size, shapes=SHAPES):
-    return [
-        {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
-        for _ in range(size)
-    ]
-
-
-def at_device(gradients):
-    return [{n: torch.tensor(x, device=DEVICE) for n, x in own.items()} for own in gradients]
-
-
 def assert_bucket(found, expected, gradients=None):
-    for rank, (own, other) in enumerate(zip(found, expected, strict=True)):
+    assert_all_equal(moved_to_host(found), expected)
+    for rank, own in enumerate(found):
         for name, outcome in own.items():
             assert outcome.mean.device.type == DEVICE.type
-            assert_equal(moved(outcome, "cpu"), other[name])
             if gradients is not None:
                 assert outcome.mean.data_ptr() == gradients[rank][name].data_ptr()
 
@@ -263,20 +229,20 @@ def test_buckets_are_what_their_tensors_are(by_triton, method):
     ranks.reads_device = BUCKETS.index(method) % 2 == 0
     random = np.random.default_rng(1)
     for step in range(3):
-        gradients = gradients_of(random, 3)
+        gradients = gradients_of(random, SHAPES, 3)
         if step == 1:
             gradients[1]["b"][3, 3] = np.nan
             for own in gradients:
                 own["a"][:2] = 3e38
-        ours = at_device(gradients)
+        ours = made(gradients, at_device)
         assert_bucket(ranks.exchange(ours), expected(gradients), ours)
 
 
 @pytest.mark.parametrize("method", [BUCKETS[4], BUCKETS[10]], ids=repr)
 def test_buckets_leave_gradients_alone_that_are_not_theirs(by_triton, method):
     ranks, expected = Ranks(method, SHAPES, 2), one_by_one(method, 2)
-    gradients = gradients_of(np.random.default_rng(2), 2)
-    ours = at_device(gradients)
+    gradients = gradients_of(np.random.default_rng(2), SHAPES, 2)
+    ours = made(gradients, at_device)
     assert_bucket(ranks.exchange(ours), expected(copy.deepcopy(gradients)))
     for own, other in zip(ours, gradients, strict=True):
         for name, x in other.items():
@@ -288,22 +254,14 @@ def test_buckets_lose_nothing_after_another_number_of_ranks(by_triton, method):
     """The residual of shards that are others' now goes along with its next message; also if
     that is not finite."""
     random = np.random.default_rng(0)
-    ranks, world = Ranks(method, SHAPES, 3), World(method, 3)
-    for _ in range(2):
-        gradients = gradients_of(random, 3)
-        world.exchange_all(gradients, momentum=0.9)
-        ranks.exchange(at_device(gradients))
-    fewer, blocks = Ranks(method, SHAPES, 2, in_place=True), World(method, 2)
+    fewer, blocks = two_of_three(method, SHAPES, random, at_device, in_place=True)
     fewer.reads_device = method == BUCKETS[0]
-    fewer.states, fewer.step = copy.deepcopy(ranks.states[:2]), 2
-    blocks.states = {n: copy.deepcopy(states[:2]) for n, states in world.states.items()}
-    blocks.steps = dict.fromkeys(SHAPES, 2)
     for step in range(3):
-        gradients = gradients_of(random, 2)
+        gradients = gradients_of(random, SHAPES, 2)
         if step == 0:
             gradients[0]["a"][0, 0] = np.inf
         expected = blocks.exchange_all(copy.deepcopy(gradients), momentum=0.9)
-        assert_bucket(fewer.exchange(at_device(gradients)), expected)
+        assert_bucket(fewer.exchange(made(gradients, at_device)), expected)
 
 
 @pytest.mark.parametrize("method", [BUCKETS[0], BUCKETS[4]], ids=repr)
@@ -313,33 +271,23 @@ def test_buckets_of_which_a_rank_owns_nothing(by_triton, method):
     ranks, expected = Ranks(method, shapes, 3, in_place=True), one_by_one(method, 3)
     ranks.reads_device = method == BUCKETS[4]
     for step in range(3):
-        gradients = gradients_of(random, 3, shapes)
+        gradients = gradients_of(random, shapes, 3)
         if step == 1:
             gradients[2]["a"][0] = np.nan
-        assert_bucket(ranks.exchange(at_device(gradients)), expected(gradients))
+        assert_bucket(ranks.exchange(made(gradients, at_device)), expected(gradients))
 
 
 @pytest.mark.parametrize("method", [BUCKETS[i] for i in (0, 3, 6)], ids=repr)
-def test_buckets_are_the_same_with_a_device_and_without(monkeypatch, method):
+def test_buckets_are_the_same_with_a_device_and_without(by_triton, method):
     """The messages of ranks of which one has none."""
-    marked = set()
-    if INTERPRETED:
-
-        def loops_of(x):
-            is_device = x.data_ptr() in marked
-            return "hvd_compress.torch.triton.loops" if is_device else "hvd_compress.kernels"
-
-        monkeypatch.setattr(backend, "loops", loops_of)
     ranks, expected = Ranks(method, SHAPES, 2, in_place=True), one_by_one(method, 2)
     random = np.random.default_rng(5)
     for _ in range(2):
-        gradients = gradients_of(random, 2)
-        ours = [*at_device(gradients[:1]), {n: torch.tensor(x) for n, x in gradients[1].items()}]
-        marked.clear()
-        marked.update(x.data_ptr() for x in ours[0].values())
-        for own, other in zip(ranks.exchange(ours), expected(gradients), strict=True):
-            for name in SHAPES:
-                assert_equal(moved(own[name], "cpu"), other[name])
+        gradients = gradients_of(random, SHAPES, 2)
+        ours = [*made(gradients[:1], at_device), *made(gradients[1:], torch.tensor)]
+        by_triton.clear()
+        by_triton.update(x.data_ptr() for x in ours[1].values())
+        assert_all_equal(moved_to_host(ranks.exchange(ours)), expected(gradients))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +299,8 @@ def test_buckets_of_a_step_that_fails_keep_their_states(by_triton, monkeypatch, 
     ranks, expected = Ranks(method, SHAPES, 2, in_place=True), one_by_one(method, 2)
     random = np.random.default_rng(4)
     for step in range(3):
-        gradients = gradients_of(random, 2)
+        gradients = gradients_of(random, SHAPES, 2)
+        ours = made(gradients, at_device)
         if step == 1:
             before, opened = copy.deepcopy(ranks.states), coded_plan.opened
             left = [passed]
@@ -360,21 +309,17 @@ def test_buckets_of_a_step_that_fails_keep_their_states(by_triton, monkeypatch, 
                 left[0] -= 1
                 return opened(frame[:-8] if left[0] < 0 else frame, *args, **options)
 
-            monkeypatch.setattr(coded_plan, "opened", damaged)
-            with pytest.raises(PayloadError):
-                ranks.exchange(at_device(gradients))
-            monkeypatch.undo()
-            if INTERPRETED:
-                monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
+            with monkeypatch.context() as patch:
+                patch.setattr(coded_plan, "opened", damaged)
+                with pytest.raises(PayloadError):
+                    ranks.exchange(ours)
             kept = [*zip(ranks.states, before, strict=True)][passed // 6 :]
             for own, other in kept:
-                for name, state in other.items():
-                    for key, x in state.items():
-                        assert torch.equal(own[name][key], x)
+                torch.testing.assert_close(own, other, rtol=0, atol=0)
             if passed == 6:  # one is through
                 return
         else:
-            assert_bucket(ranks.exchange(at_device(gradients)), expected(gradients))
+            assert_bucket(ranks.exchange(ours), expected(gradients))
 
 
 @pytest.mark.parametrize("method", [BUCKETS[0], BUCKETS[3], BUCKETS[6]], ids=repr)
@@ -383,10 +328,10 @@ def test_buckets_of_an_optimizer_are_those_of_the_host(by_triton, method):
     own, other = (Reducer(method, LocalEngine(), in_place=True) for _ in "01")
     random, states = np.random.default_rng(3), {}
     for step in range(5):
-        (gradients,) = gradients_of(random, 1)
+        (gradients,) = gradients_of(random, SHAPES, 1)
         if step == 3:
             gradients["d"][0, 0] = np.inf
-        (ours,) = at_device([gradients])
+        (ours,) = made([gradients], at_device)
         found, expected = own.reduce(ours), other.reduce(gradients)
         for name in SHAPES:
             assert_same(found[name], expected[name])
@@ -409,14 +354,14 @@ def test_buckets_of_half_precision_are_what_their_tensors_are(by_triton, method,
     ranks, world = Ranks(method, SHAPES, 2, in_place=True), World(method, 2)
     random = np.random.default_rng(7)
     for step in range(3):
-        gradients = gradients_of(random, 2)
+        gradients = gradients_of(random, SHAPES, 2)
         if step == 1 and dtype == torch.float16:
             for r, states in enumerate(ranks.states):
                 for own in (states["b"], world.states["b"][r]):
                     if "residual" in own:
                         own["residual"][:] = 7e4
-        ours = [{n: x.to(dtype) for n, x in own.items()} for own in at_device(gradients)]
-        plain = [{n: moved_to_host(x) for n, x in own.items()} for own in ours]
+        ours = made(gradients, lambda x: at_device(x).to(dtype))
+        plain = made(ours, lambda x: x.to("cpu", copy=True))
         expected = world.exchange_all(plain, momentum=0.9)
         for own, theirs in zip(ranks.exchange(ours), expected, strict=True):
             for name, outcome in theirs.items():
@@ -424,10 +369,6 @@ def test_buckets_of_half_precision_are_what_their_tensors_are(by_triton, method,
                 assert_same(own[name].direction.float(), outcome.direction.float().numpy())
                 for key, x in outcome.state.items():
                     assert_same(own[name].state[key], x.numpy())
-
-
-def moved_to_host(x):
-    return x.to("cpu", copy=True)
 
 
 @pytest.mark.parametrize(

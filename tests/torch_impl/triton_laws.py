@@ -25,7 +25,14 @@ from hvd_compress.chain import in_range
 from hvd_compress.kernels import Column, Steps, reference
 from hvd_compress.torch import backend
 from hvd_compress.transforms.momentum import heavy_ball
-from tests.kernels.buckets import Ranks, assert_equal, one_by_one
+from tests.kernels.buckets import (
+    Ranks,
+    assert_all_equal,
+    assert_equal,
+    gradients_of,
+    made,
+    one_by_one,
+)
 from tests.kernels.test_kernels import drawn, unaligned
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -318,10 +325,12 @@ def moved(outcome, device):
     return Outcome(outcome.mean.to(device), None, state)
 
 
-@pytest.fixture
-def by_triton(monkeypatch):
-    if INTERPRETED:  # else the device says so
-        monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
+def moved_to_host(outcomes):
+    return [{name: moved(each, "cpu") for name, each in own.items()} for own in outcomes]
+
+
+def at_device(x):
+    return torch.tensor(x, device=DEVICE)
 
 
 BUCKETS = [
@@ -340,19 +349,16 @@ def test_a_bucket_is_what_its_tensors_are(loops, by_triton, method, in_place):
     ranks, expected = Ranks(method, shapes, 2, in_place=in_place), one_by_one(method, 2)
     ranks.reads_device = in_place
     for step in range(4):
-        gradients = [
-            {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
-            for _ in "ab"
-        ]
+        gradients = gradients_of(random, shapes, 2)
         if step == 2:
             gradients[1]["b"][3, 3] = np.nan
-        ours = [{n: torch.tensor(x, device=DEVICE) for n, x in g.items()} for g in gradients]
+        ours = made(gradients, at_device)
         given_ = copy.deepcopy(ours)
         found = ranks.exchange(ours)
-        for rank, (own, other) in enumerate(zip(found, expected(gradients), strict=True)):
+        assert_all_equal(moved_to_host(found), expected(gradients))
+        for rank, own in enumerate(found):
             for name in shapes:
                 assert own[name].mean.device.type == DEVICE.type
-                assert_equal(moved(own[name], "cpu"), other[name])
                 shared = own[name].mean.data_ptr() == ours[rank][name].data_ptr()
                 clipped = method.to_config().get("clip_norm")  # which makes another array
                 assert shared is (in_place and clipped is None)
@@ -377,8 +383,7 @@ def test_half_gradients_are_as_in_host_memory(loops, dtype):
         with pytest.MonkeyPatch.context() as patch:
             if INTERPRETED:
                 patch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
-            own = [{n: x.to(DEVICE) for n, x in its.items()} for its in gradients]
-            found = on_gpu.exchange(own)
+            found = on_gpu.exchange(made(gradients, lambda x: x.to(DEVICE)))
         for its, theirs in zip(found, expected, strict=True):
             for name in shapes:
                 assert its[name].mean.dtype == dtype

@@ -17,15 +17,14 @@ from hvd_compress.engines.lockstep import replies_to
 from hvd_compress.kernels import Column, low_rank
 from hvd_compress.meetings import power_sgd
 from hvd_compress.reduce import Reducer
-from hvd_compress.torch import backend
 from hvd_compress.transforms import error_feedback
-from tests.kernels.buckets import Ranks, assert_equal, one_by_one
+from tests.kernels.buckets import Ranks, assert_all_equal, gradients_of, one_by_one
 from tests.torch_impl.triton_laws import (
     DEVICE,
     FEW,
     INTERPRETED,
     assert_same,
-    moved,
+    moved_to_host,
     waits_of,
 )
 
@@ -132,20 +131,6 @@ def test_drawn_steps_are_those_of_the_host(own, shapes, rank, bad, keeps, seed):
     assert_steps(own, shapes, rank, seed, bad=bad, keeps=keeps)
 
 
-@pytest.fixture
-def by_triton(monkeypatch):
-    """The addresses of tensors that are on the host nevertheless."""
-    on_host = set()
-    if INTERPRETED:  # else the device says so
-
-        def loops(x):
-            is_host = x.data_ptr() in on_host
-            return "hvd_compress.kernels" if is_host else "hvd_compress.torch.triton.loops"
-
-        monkeypatch.setattr(backend, "loops", loops)
-    return on_host
-
-
 METHODS = [
     Chain((error_feedback(),), via=power_sgd(rank=2)),
     Chain((), via=power_sgd(rank=1)),
@@ -178,10 +163,7 @@ def test_buckets_are_what_their_tensors_are(own, no_loads_ahead, by_triton, meth
     ranks, expected = Ranks(method, SHAPES, 2, in_place=not mixed), one_by_one(method, 2)
     random = np.random.default_rng(3)
     for step in range(3):
-        gradients = [
-            {n: random.standard_normal(s).astype(np.float32) for n, s in SHAPES.items()}
-            for _ in "ab"
-        ]
+        gradients = gradients_of(random, SHAPES, 2)
         if step == 1:
             gradients[1]["b"][2, 3] = np.nan
         places = [torch.device("cpu") if mixed else DEVICE, DEVICE]
@@ -193,9 +175,9 @@ def test_buckets_are_what_their_tensors_are(own, no_loads_ahead, by_triton, meth
             by_triton.clear()
             by_triton.update(x.data_ptr() for x in ours[0].values())
         found = ranks.exchange(ours, beside_each_other if mixed else replies_to)
-        for rank, (mine, theirs) in enumerate(zip(found, expected(gradients), strict=True)):
+        assert_all_equal(moved_to_host(found), expected(gradients))
+        for rank, mine in enumerate(found):
             for name, outcome in mine.items():
-                assert_equal(moved(outcome, "cpu"), theirs[name])
                 shared = outcome.mean.data_ptr() == ours[rank][name].data_ptr()
                 assert shared is not mixed
 

@@ -12,12 +12,10 @@ import collections
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import triton
 
 from hvd_compress.codecs import float8, linear
 from hvd_compress.reduce import Reducer
-from hvd_compress.torch import backend
 from hvd_compress.torch.ddp.fsdp import ShardedParameter
 from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
 from hvd_compress.torch.shards.hops import Hop
@@ -39,11 +37,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 
 
 @pytest.fixture
-def ranks(ranks, monkeypatch):
+def ranks(ranks, by_triton, monkeypatch):
     """On a device whose messages stay there."""
     monkeypatch.setattr(ProcessGroupEngine, "reads_device", True)
-    if INTERPRETED:
-        monkeypatch.setattr(backend, "loops", lambda x: "hvd_compress.torch.triton.loops")
     return ranks
 
 
@@ -96,15 +92,9 @@ def test_the_host_waits_for_nothing_and_launches_do_not_grow(
     ("ranks", "codec"), [(2, float8()), (16, linear(4, 512))], indirect=["ranks"]
 )
 def test_shards_have_the_codes_of_numpy_and_the_host_waits_for_nothing(
-    ranks, codec, launches, monkeypatch
+    ranks, codec, launches, messages
 ):
-    sent, random = [], np.random.default_rng(0)
-
-    def exchanged(arrived, message, group):
-        sent.append(message.clone())
-        arrived.copy_(message)
-
-    monkeypatch.setattr(dist, "all_to_all_single", exchanged)
+    random = np.random.default_rng(0)
     parts = [
         ShardedParameter("a", None, 700, False),
         ShardedParameter("b", None, 33, True),
@@ -120,7 +110,7 @@ def test_shards_have_the_codes_of_numpy_and_the_host_waits_for_nothing(
         return sums
 
     first = step()
-    rows = sent[0].view(ranks, -1).cpu().numpy()
+    rows = messages[0].view(ranks, -1).cpu().numpy()
     a, c = (hop.row.coded[name] for name in ("a", "c"))
     total = np.zeros(65, np.float32)
     for row, own in zip(rows, x, strict=True):

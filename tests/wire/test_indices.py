@@ -76,13 +76,20 @@ def _size(gaps, nested):
     return sum(-(-part // 8) for part in parts)
 
 
-@settings(max_examples=300, deadline=None)
-@given(code=st.binary(max_size=40), count=st.integers(1, 50), nested=st.booleans())
-def test_damaged_codes_never_give_indices_out_of_range(code, count, nested):
-    results = []
-    for unpack_with in (kernels.loops().elias_unpack, reference.elias_unpack):
+@settings(max_examples=500, deadline=None)
+@given(
+    code=st.binary(max_size=40),
+    count=st.integers(1, 50),
+    unpacks=st.one_of(
+        st.tuples(st.just("elias_unpack"), st.booleans()),
+        st.tuples(st.just("rice_unpack"), st.integers(0, 48)),
+    ),
+)
+def test_damaged_codes_never_give_indices_out_of_range(code, count, unpacks):
+    results, (name, option) = [], unpacks
+    for loops in (kernels.loops(), reference):
         try:
-            found = unpack_with(np.frombuffer(code, np.uint8), count, nested, 1000)
+            found = getattr(loops, name)(np.frombuffer(code, np.uint8), count, option, 1000)
         except ValueError:
             results.append(None)
             continue

@@ -349,8 +349,6 @@ def test_optimizers_are_those_of_torch(ours, theirs):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mode": "synchronous"}, "mode must be one of"),
-        ({"backup": -1}, "backup must be"),
         ({"mode": "async", "backup": 1}, "backup=1 needs mode='sync'"),
         ({"compression": "onebit_adam"}, "OneBitAdam"),
     ],
