@@ -337,7 +337,7 @@ def momentum_goes_on_in_the_exchange_and_back() -> None:
     assert_close(found, expected, 1e-5, 1e-6)
 
 
-def optimizers_with_attributes_of_our_names_are_saved_and_taken_over() -> None:
+def optimizers_with_attributes_of_our_names_are_taken_over() -> None:
     """Adam and others call their second moments as a method of ours could be called."""
     names = {name for cls in (Keras3Optimizer, KerasCompressedOptimizer) for name in vars(cls)}
     for name, cls in sorted(vars(keras.optimizers).items()):
@@ -347,24 +347,12 @@ def optimizers_with_attributes_of_our_names_are_saved_and_taken_over() -> None:
             optimizer = cls()
             optimizer.build([keras.Variable([1.0])])
             assert not vars(optimizer).keys() & names, name
-    adam, method = keras.optimizers.Adam, TopK(density=0.5)
-    optimizer, model = (
-        hvd_keras.DistributedOptimizer(adam(1e-3), compression=method),
-        model_of("mlp"),
-    )
-    model.compile(optimizer, loss=LOSS)
-    apply(optimizer, model, range(2))
-    optimizer.compression.consolidate()
-    with tempfile.TemporaryDirectory() as folder:
-        model.save(f"{folder}/model.keras")
-        loaded = hvd_keras.load_model(f"{folder}/model.keras", compression=method)
-    plain = adam(1e-3)
+    plain, model = keras.optimizers.Adam(1e-3), model_of("mlp")
     apply(plain, model, range(1))
-    taken = hvd_keras.DistributedOptimizer(plain, compression=method)
+    taken = hvd_keras.DistributedOptimizer(plain, compression=TopK(density=0.5))
     assert int(taken.iterations) == 1
-    for one, other in ((optimizer, loaded.optimizer), (plain, taken)):
-        for x, y in zip(one.variables, other.variables, strict=True):
-            np.testing.assert_array_equal(x, y)
+    for x, y in zip(plain.variables, taken.variables, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def names_of_layers_do_not_matter_in_checkpoints_of_tensorflow() -> None:
