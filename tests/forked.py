@@ -28,8 +28,9 @@ from pathlib import Path
 
 #: how variables begin that the C library, Python and packages read when they start
 READ_EARLY = ("CUDA", "GLIBC", "LD_P", "MALLOC", "MKL", "MPLBACKEND", "OMP_", "PYTHON", "TORCH_")
-#: and that forks heed, too; horovodrun and torchrun set them
-READ_LATE = ("PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+#: and that forks heed, too: horovodrun and torchrun set them, or ``tf.keras`` reads it when it is
+#: looked up for the first time
+READ_LATE = ("PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TF_USE_LEGACY_KERAS")
 OF_PACKAGES = {"tensorflow": ("KERAS", "TF_")}
 #: a stream of MPICH's launcher is not handed on
 PROGRAM = """#!{python} -IS
