@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import tensorflow as tf
@@ -88,7 +89,7 @@ def test_two_threads_that_run_one_graph_are_told_so():
     step()
     together, problems = threading.Barrier(2), []
 
-    def train():
+    def train(_):
         for _ in range(20):
             together.wait()
             try:
@@ -96,11 +97,8 @@ def test_two_threads_that_run_one_graph_are_told_so():
             except tf.errors.InvalidArgumentError as error:
                 problems.append(str(error))
 
-    threads = [threading.Thread(target=train) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train, range(2)))
     assert problems
     for problem in problems:
         assert "ConfigError: two threads run graphs of one compression" in problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -35,11 +36,8 @@ def test_threads_have_scales_of_their_own():
     def run(scale: float | None) -> None:
         seen[scale] = scales_seen(scale, barrier.wait)
 
-    threads = [threading.Thread(target=run, args=(scale,)) for scale in scales]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(len(scales)) as pool:
+        list(pool.map(run, scales))
     assert seen == {scale: [scale] for scale in scales}
     assert running_scale() is None
 
