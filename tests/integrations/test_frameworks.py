@@ -38,6 +38,15 @@ ONCE = (
 )
 TORCH = (*ONCE, *PARITY)
 KERAS = ("parity", "shared", "keras_fit", "keras_callbacks", "keras_restore", "keras_common")
+#: what is tried over nodes of two ranks
+NODES = (
+    *("nodes", "dropped.discarded_steps_leave_no_trace"),
+    "dropped.a_gradient_that_some_ranks_lack_counts_as_zero",
+    "numerics.overflow_under_a_grad_scaler",
+    "numerics.a_rank_without_gradients_under_a_grad_scaler",
+    "options.a_change_of_backward_passes_counts_from_there",
+    "options.synchronize_clip_and_skip",
+)
 OTHERS_KERAS = ("systems", "systems_keras", "codistillation", "codistillation_keras")
 OTHERS = ("systems", "systems_torch", "codistillation", "codistillation_torch")
 OPTIMIZERS_TORCH = ("optimizers", "optimizers_torch")
@@ -99,6 +108,8 @@ class Job:
         env = {"SCENARIOS_OVER": self.over, **jobs.variables(self.controller)}
         if self.over == "tf_keras":
             env |= {"SCENARIOS_OVER": "tensorflow", "TF_USE_LEGACY_KERAS": "1"}
+        if "nodes" in self.modules:
+            env["SCENARIOS_NODES"] = "2"
         if self in FULL:
             env["SCENARIOS_FULL"] = "1"
         elif self.over == "tensorflow" and "graphs" not in self.modules:
@@ -118,7 +129,8 @@ JOBS = [
     Job("horovod", (*FOLLOWS, "training.without_loss_it_is_the_plain_optimizer"), "alone", 1),
     Job("mpi", (*TORCH, *OPTIMIZERS_TORCH, "over_mpi", *OTHERS), "mpirun", 2),
     Job("mpi", (*FOLLOWS, "over_mpi"), "mpich", 3),
-    *(Job(over, ("nodes",), "mpirun", 4) for over in ("horovod", "mpi")),
+    Job("horovod", NODES, "mpirun", 4),
+    Job("mpi", (*NODES, "training.without_loss_it_is_the_plain_optimizer"), "mpirun", 4),
     Job(
         "mpi", (*FOLLOWS, "systems_torch.every_graph_gives_the_bits_of_the_simulation"), "mpirun", 5
     ),

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from tests.scenarios.driver import hvd
 
 Model = torch.nn.Module
 LR = 0.05
+#: of all optimizers that are distributed, unless a scenario says otherwise
+OPTIONS = {"nodes": int(nodes)} if (nodes := os.environ.get("SCENARIOS_NODES")) else {}
 #: options of :func:`sgd`, apart from those of ``DistributedOptimizer``
 OF_SGD = {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "fused"}
 
@@ -65,7 +68,7 @@ def distribute(optimizer: Any, model: Model | None, compression: Any, **options:
     """``model`` ``None``: without names of parameters."""
     if model is not None:
         options["named_parameters"] = model.named_parameters()
-    return hvd.DistributedOptimizer(optimizer, compression=compression, **options)
+    return hvd.DistributedOptimizer(optimizer, compression=compression, **(OPTIONS | options))
 
 
 def begin(
@@ -80,15 +83,6 @@ def begin(
     model = make_model(seed) if model is None else model
     own = {name: options.pop(name) for name in OF_SGD & options.keys()}
     return model, distribute(sgd(model, **own), model, compression, **options)
-
-
-def train(
-    model: Model, optimizer: Any, steps: Iterable[int], of_rank: Callable[..., Any] = loss_of
-) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        of_rank(model, hvd.rank(), step).backward()
-        optimizer.step()
 
 
 def backward(model: Model, optimizer: Any, step: int) -> None:
@@ -113,32 +107,6 @@ def train_scaled(
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-
-
-def goes_on_from_a_checkpoint(
-    start: Callable[[int], tuple[Model, Any]],
-    steps: int,
-    more: int = 4,
-    train: Callable[..., None] = train,
-) -> list[str]:
-    """Each rank saves a run of ``start(seed)``: another one that loads it takes the same steps.
-    Returns the warnings that came with saving."""
-    model, optimizer = start(0)
-    train(model, optimizer, range(steps))
-    file = io.BytesIO()
-    with warned() as said:
-        torch.save([model.state_dict(), optimizer.state_dict()], file)
-    again, resumed = start(1)
-    file.seek(0)
-    weights, state = torch.load(file)
-    again.load_state_dict(weights)
-    resumed.load_state_dict(state)
-    owner = resumed.training if hasattr(resumed, "training") else resumed.compression
-    assert owner.step == steps
-    for run in ((model, optimizer), (again, resumed)):
-        train(*run, range(steps, steps + more))
-    assert_equal(again, model)
-    return said
 
 
 @dataclasses.dataclass
@@ -187,6 +155,11 @@ def as_plain(program: Callable[..., Any], *args: Any) -> Any:
     return program(User(range(hvd.size()), distributes=False), *args)
 
 
+def train(*args: Any) -> None:
+    """:meth:`User.train` on this rank."""
+    as_distributed(User.train, *args)
+
+
 def trains_as_plain(
     program: Callable[..., Model], *args: Any, rtol: float = 1e-4, atol: float = 1e-5
 ) -> None:
@@ -195,6 +168,32 @@ def trains_as_plain(
     model = as_distributed(program, *args)
     assert_same_everywhere(model)
     assert_close(model, as_plain(program, *args), rtol, atol)
+
+
+def goes_on_from_a_checkpoint(
+    start: Callable[[int], tuple[Model, Any]],
+    steps: int,
+    more: int = 4,
+    train: Callable[..., None] = train,
+) -> list[str]:
+    """Each rank saves a run of ``start(seed)``: another one that loads it takes the same steps.
+    Returns the warnings that came with saving."""
+    model, optimizer = start(0)
+    train(model, optimizer, range(steps))
+    file = io.BytesIO()
+    with warned() as said:
+        torch.save([model.state_dict(), optimizer.state_dict()], file)
+    again, resumed = start(1)
+    file.seek(0)
+    weights, state = torch.load(file)
+    again.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    owner = resumed.training if hasattr(resumed, "training") else resumed.compression
+    assert owner.step == steps
+    for run in ((model, optimizer), (again, resumed)):
+        train(*run, range(steps, steps + more))
+    assert_equal(again, model)
+    return said
 
 
 def dense_reference(model: Model, optimizer: Any, steps: Iterable[int]) -> None:

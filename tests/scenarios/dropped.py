@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hvd_compress.agreement import SAMPLED_EVERY
 from hvd_compress.torch import DGC, ConfigError, MismatchError, NoCompression, OneBit, TopK
 from tests.scenarios import applies
 from tests.scenarios.common import (
@@ -111,9 +112,8 @@ def a_gradient_that_some_ranks_lack_counts_as_zero() -> None:
     last = hvd.size() - 1
     for compression in (NoCompression(), TopK(density=1.0), DGC(density=1.0, momentum=0.0)):
         some, none = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([some, none], lr=1.0), [("some", some), ("none", none)], compression
-        )
+        model = torch.nn.ParameterList([some, none])
+        _, optimizer = begin(compression, model, lr=1.0, momentum=0.0)
         g = torch.arange(6.0).view(2, 3)
         if hvd.rank() == last:
             (some * g).sum().backward()
@@ -123,9 +123,7 @@ def a_gradient_that_some_ranks_lack_counts_as_zero() -> None:
     if hvd.size() == 1:  # nothing is exchanged there that has no gradient
         return
     w = torch.nn.Parameter(torch.zeros(4))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([w], lr=1.0), [("w", w)], TopK(density=0.5)
-    )
+    _, optimizer = begin(TopK(density=0.5), torch.nn.ParameterList([w]), lr=1.0, momentum=0.0)
     g = torch.tensor([4.0, 3.0, 2.0, 1.0])
     (w * g).sum().backward()
     optimizer.step()
@@ -210,7 +208,7 @@ def weights_that_differ_are_an_error() -> None:
         with torch.no_grad():
             model[0].weight.add_(0.1)
     with raises(MismatchError, "weights"):
-        train(model, optimizer, range(2, 70))
+        train(model, optimizer, range(2, SAMPLED_EVERY + 2))
 
 
 def weights_may_differ_by_rounding() -> None:
@@ -218,8 +216,8 @@ def weights_may_differ_by_rounding() -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1 + 1e-6 * hvd.rank())
-    train(model, optimizer, range(70))
-    assert optimizer.compression.step == 70
+    train(model, optimizer, range(SAMPLED_EVERY + 2))
+    assert optimizer.compression.step == SAMPLED_EVERY + 2
     model, optimizer = begin(NoCompression())
     train(model, optimizer, range(2))
     assert_same_everywhere(model)

@@ -1,4 +1,7 @@
-"""Ranks of a node that share the exchange between nodes: four ranks, as two nodes of two."""
+"""Ranks of a node that share the exchange between nodes: four ranks, as two nodes of two.
+
+Scenarios of other modules run over nodes, too: tests/integrations/test_frameworks.py names them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import numpy as np
 import torch
 
 from hvd_compress.errors import ConfigError, MismatchError, SetupError, UnsupportedError
-from hvd_compress.torch import DGC, TopK
+from hvd_compress.torch import DGC
 from tests.devices import DEVICE
 from tests.in_nodes import (
     FOLLOWING,
@@ -28,7 +31,6 @@ from tests.in_nodes import (
 from tests.scenarios import applies, horovod_only, refused
 from tests.scenarios.common import (
     LR,
-    User,
     assert_close,
     assert_equal,
     assert_same_everywhere,
@@ -39,11 +41,8 @@ from tests.scenarios.common import (
     loss_of,
     sgd,
     train,
-    train_scaled,
-    trains_as_plain,
 )
 from tests.scenarios.driver import hvd, raises
-from tests.scenarios.dropped import finished, leaves_no_trace, unfinished
 
 #: of all scenarios here
 APPLIES = {"least": 4, "most": 4}
@@ -199,7 +198,7 @@ def process_sets_that_cannot_be_made_are_errors() -> None:
     assert_equal(model, lockstep("topk:density=0.05", STEPS, loss_of))
 
 
-def clipping_goes_by_the_gradient_of_the_node_and_by_the_average() -> None:
+def clipping_of_the_method_goes_by_the_gradient_of_the_node() -> None:
     model, optimizer = _run(DGC(density=0.05, clip_norm=0.1), 0.9)
     store = optimizer.compression.store
     norm, found = store.norm, []
@@ -210,51 +209,6 @@ def clipping_goes_by_the_gradient_of_the_node_and_by_the_average() -> None:
     right = torch.nn.utils.get_total_norm(means.values()).item()
     assert len(found) == 1
     assert math.isclose(found[0], right, rel_tol=1e-5)
-    model, optimizer = _run("none")
-    loss_of(model, hvd.rank(), 0).backward()
-    optimizer.synchronize()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    moved = [p - q for p, q in zip(model.parameters(), uneven_model().parameters(), strict=True)]
-    total = torch.nn.utils.get_total_norm(moved).item()
-    assert math.isclose(total, 0.01 * LR, rel_tol=1e-3)
-
-
-def passes_add_up_and_momenta_and_decay_are_those_of_plain_sgd() -> None:
-    (model, optimizer), (twin, other) = (
-        _run("topk:density=0.05", backward_passes_per_step=n) for n in (2, 1)
-    )
-    for step in range(2):
-        for _ in range(2):
-            loss_of(model, hvd.rank(), step).backward()
-        (2 * loss_of(twin, hvd.rank(), step)).backward()
-        for each in (optimizer, other):
-            each.step()
-            each.zero_grad()
-    assert_close(model, twin)
-
-    def program(user: User, method: Any) -> Any:
-        model, options = uneven_model(), {"weight_decay": 0.05, "nesterov": True}
-        optimizer = user.begin(model, method, nodes=NODES, **options)
-        user.train(model, optimizer, range(STEPS))
-        return model
-
-    for method in (DGC(density=1.0, min_size=0), TopK(density=1.0)):
-        trains_as_plain(program, method)
-
-
-def gradients_that_some_ranks_lack_count_as_zero() -> None:
-    model, optimizer = _run("topk:density=1.0")
-    reference = uneven_model()
-    x = torch.ones(1, 40, device=DEVICE)
-    if hvd.rank() == 1:
-        (2 * model(x).sum()).backward()
-    optimizer.step()
-    (0.5 * reference(x).sum()).backward()
-    sgd(reference, momentum=0.0).step()
-    assert_same_everywhere(model)
-    assert_close(model, reference)
 
 
 def a_bucket_may_have_nothing_for_a_rank() -> None:
@@ -300,17 +254,7 @@ def rates_that_differ_are_an_error_after_which_training_goes_on() -> None:
     assert_same_everywhere(model)
 
 
-def a_discarded_step_leaves_no_trace() -> None:
-    for drop in (unfinished, finished):
-        leaves_no_trace(drop, _run(DGC_TEXT, 0.9), _run(DGC_TEXT, 0.9))
-
-
-def losses_may_be_scaled_and_gradients_have_16_bits() -> None:
-    (model, optimizer), (twin, other) = (_run(DGC_TEXT, 0.9) for _ in range(2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    train_scaled(model, optimizer, scaler, range(3))
-    train(twin, other, range(3))
-    assert_equal(model, twin)
+def gradients_may_have_16_bits() -> None:
     value = 60000.0 if hvd.rank() < OF_A_NODE else -40000.0  # of two ranks no sum fits
     large = torch.full((1, 8), value, dtype=torch.float16, device=DEVICE)
     for method in ("none", "fp16"):
@@ -319,28 +263,6 @@ def losses_may_be_scaled_and_gradients_have_16_bits() -> None:
         half(large).sum().backward()
         sums.synchronize()
         assert half.weight.grad.tolist() == [[10000.0] * 8]
-
-
-def a_rank_without_gradients_knows_no_loss_scale() -> None:
-    for is_explicit in (True, False):
-        (model, optimizer), (twin, other) = (_run(DGC_TEXT, 0.9) for _ in range(2))
-        for each in ((model, optimizer), (twin, other)):
-            train(*each, range(1))
-            each[1].zero_grad()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        for step in range(1, 5):
-            scaled = scaler.scale(loss_of(model, hvd.rank(), step))
-            if hvd.rank() != 1 or step == 2:
-                scaled.backward()
-                loss_of(twin, hvd.rank(), step).backward()
-            if is_explicit:
-                optimizer.synchronize()
-            scaler.step(optimizer)
-            scaler.update()
-            other.step()
-            for each in (optimizer, other):
-                each.zero_grad()
-        assert_equal(model, twin)
 
 
 def sparse_gradients_travel_dense() -> None:

@@ -14,8 +14,10 @@ from tests.scenarios.common import (
     as_plain,
     assert_same_everywhere,
     batch,
+    begin,
     distribute,
     make_model,
+    sgd,
     train,
 )
 from tests.scenarios.driver import hvd, is_mpi
@@ -48,8 +50,8 @@ def frozen_parameters_may_be_anything() -> None:
     def program(user, method):
         model = _Adapted()
         trained = model.parameters() if user.distributes else [model.down, model.up]
-        sgd = torch.optim.SGD(trained, lr=0.01, momentum=0.9)
-        optimizer = user.distribute(sgd, model, method)
+        inner = torch.optim.SGD(trained, lr=0.01, momentum=0.9)
+        optimizer = user.distribute(inner, model, method)
         user.train(model, optimizer, range(3), _loss)
         return optimizer, model
 
@@ -70,9 +72,7 @@ def frozen_parameters_may_be_anything() -> None:
 
 def what_is_trained_is_plain() -> None:
     for method in METHODS:
-        model = _Adapted()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=method)
+        model, optimizer = begin(method, _Adapted(), lr=0.01, momentum=0.0)
         extra = torch.nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
         with pytest.raises(UnsupportedError, match=r"'added\.1\.0', which is a TwoTensor.*LoRA"):
             optimizer.add_param_group({"params": [extra]})
@@ -85,16 +85,13 @@ def what_is_trained_is_plain() -> None:
         with pytest.raises(UnsupportedError, match=r"'base'.*requires_grad_\(False\)"):
             optimizer.step()
         with pytest.raises(UnsupportedError, match="'base'"):
-            hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=method)
+            begin(method, model)
 
 
 def local_steps_leave_frozen_parameters_alone() -> None:
     model = _Adapted()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        method=hvd.LocalSGD(sync_every=2),
-        named_parameters=model.named_parameters(),
-    )
+    inner, method = sgd(model, momentum=0.0), hvd.LocalSGD(sync_every=2)
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), method=method)
     train(model, optimizer, range(4), _loss)
     optimizer.load_state_dict(optimizer.state_dict())
     assert_same_everywhere([model.down, model.up])
