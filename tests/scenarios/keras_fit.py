@@ -687,7 +687,7 @@ def nothing_stays_of_what_is_gone() -> None:
 
     # What other scenarios have left takes a second to look through, each time: it stays frozen.
     gc.freeze()
-    for make_optimizer, under_fit in ((compressed, True), (compressed, False), (local, False)):
+    for make_optimizer, under_fit in ((compressed, True), (local, False)):
         found = _used(make_optimizer(), under_fit)
         for _ in range(2):
             gc.collect()
