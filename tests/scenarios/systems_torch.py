@@ -168,8 +168,9 @@ def a_leader_is_chosen_by_loss() -> None:
     assert optimizer.step(closure).item() > 0
 
 
-def a_frozen_parameter_is_the_same_everywhere_and_begins_anew() -> None:
-    """Frozen in the middle of a round, and of an exchange, and trained again later."""
+def a_frozen_parameter_is_the_same_everywhere() -> None:
+    """Frozen in the middle of a round, and of an exchange, and trained again later.  What becomes
+    of its state tests/systems/test_rounds.py says."""
     for method in (
         rounds.DiLoCo(sync_every=4, delay=2),
         rounds.DiLoCo(sync_every=4, compression=TOP_K),
@@ -187,19 +188,11 @@ def a_frozen_parameter_is_the_same_everywhere_and_begins_anew() -> None:
         _train(model, optimizer, range(5, 9))
         torch.testing.assert_close(frozen.detach(), expected)
         assert_same_everywhere([frozen])
-        assert all(name not in arrays for arrays in optimizer.training.state.values())
-        with torch.no_grad():
-            frozen.fill_(0.25)  # an old anchor would pull it back
         frozen.requires_grad_(True)
-        optimizer.training.before_step({n: p.detach() for n, p in model.named_parameters()})
-        for key in {"anchor", "centre"} & optimizer.training.state.keys():
-            assert (optimizer.training.state[key][name] == 0.25).all(), "from where it is"
         _train(model, optimizer, range(9, 12))
-        own = frozen.detach().clone()
+        assert not torch.allclose(frozen, expected), "it is trained"
         with optimizer.synchronized_parameters():
             assert_same_everywhere(model)
-        assert torch.equal(frozen, own)
-        assert not (own == 0.25).all(), "it is trained"
 
 
 def without_trained_parameters_nothing_happens() -> None:
