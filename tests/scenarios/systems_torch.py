@@ -169,8 +169,8 @@ def a_leader_is_chosen_by_loss() -> None:
 
 
 def a_frozen_parameter_is_the_same_everywhere() -> None:
-    """Frozen in the middle of a round, and of an exchange, and trained again later.  What becomes
-    of its state tests/systems/test_rounds.py says."""
+    """Frozen in the middle of a round, and of an exchange, and trained again later.  Its state is
+    a matter of tests/systems/test_rounds.py."""
     for method in (
         rounds.DiLoCo(sync_every=4, delay=2),
         rounds.DiLoCo(sync_every=4, compression=TOP_K),
