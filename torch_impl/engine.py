@@ -17,7 +17,7 @@ from hvd_compress.config import time_out
 from hvd_compress.engines.named import NamedEngine, Op, ProcessSetEngine
 from hvd_compress.errors import CollectiveTimeout
 from hvd_compress.integrations.environment import OURS, compare
-from hvd_compress.requests import Collective
+from hvd_compress.requests import Collective, Sum
 from hvd_compress.times import end_at_once
 
 from .backend import from_numpy
@@ -83,6 +83,8 @@ class TorchEngine(NamedEngine):
         if not isinstance(request.arrays[0], np.ndarray):
             return (yield from super()._carry(request, name))
         tensors = request.carrying([from_numpy(x, None) for x in request.arrays])
+        if isinstance(request, Sum):  # it is made in the same memory
+            tensors.owned = request.owned
         reply = yield from super()._carry(tensors, name)
         return [x.numpy() for x in reply] if isinstance(reply, list) else reply.numpy()
 
@@ -188,6 +190,9 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
         bits, size = op.tensor.view(torch.int16), self.size
         splits = self._splits([part.numel() for part in torch.tensor_split(bits, size)])
         mine, _ = yield Op("alltoall", f"{op.name}.scatter", bits, splits)
-        summed = mine.view(torch.bfloat16).view(size, -1).float().sum(0)
+        rows = mine.view(torch.bfloat16).view(size, -1)
+        summed = rows[0].float()
+        for row in rows[1:]:
+            summed += row
         total = yield Op("gather", f"{op.name}.gather", summed.bfloat16().view(torch.int16))
         return total.view(torch.bfloat16)

@@ -221,8 +221,8 @@ class EagerBackend(Backend, Protocol):
         that they have now."""
 
     def write_into(self, out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:
-        """Write the flat ``x``, divided by a number, into contiguous arrays of its dtype, which it
-        spans end to end."""
+        """Write the flat ``x``, divided by a number, into contiguous arrays, which it spans end to
+        end.  They have its dtype, or a wider one if nothing is divided."""
 
     def kth_largest(self, x: Array, k: int) -> Array:
         """The k-th largest value (k from 1) along the last axis: of a flat array a scalar, of a

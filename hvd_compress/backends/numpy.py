@@ -255,7 +255,11 @@ def flat_on_host(arrays: Sequence[Array]) -> list[np.ndarray]:
 def write_into(out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:
     for array, part in zip(out, split(x, [array.size for array in out]), strict=True):
         # Not a flat view of the array, which there may not be.
-        np.divide(part.reshape(array.shape), x.dtype.type(divisor), out=array)
+        shaped = part.reshape(array.shape)
+        if divisor == 1:
+            np.copyto(array, shaped)
+        else:
+            np.divide(shaped, x.dtype.type(divisor), out=array)
 
 
 def loops(x: Array) -> str | None:

@@ -215,8 +215,13 @@ class NamedEngine(Comparing, Engine, abc.ABC):
             total = yield op
         else:
             add = self._sum_bfloat16 if wire == "bfloat16" else self._sum
+            rounded = yield from add(op)
             # A sum is multiplied in the array's own dtype: in 16 bits it would not fit again.
-            total = xp.cast((yield from add(op)), xp.dtype(array))
+            if request.owned:
+                xp.write_into([array], rounded)
+                total = array
+            else:
+                total = xp.cast(rounded, xp.dtype(array))
         return total if divisor == 1 else xp.affine(total, divisor)
 
     def _divisor(self, wire: str | None) -> float:

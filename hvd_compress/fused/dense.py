@@ -103,7 +103,8 @@ class SumPlan(Plan):
     def exchange(self, tensors: Tensors, step: Context) -> Generator[Request, Any, Averages]:
         xp, gradients, sizes = self._xp, tensors.gradients, self._sizes
         is_written = step.in_place and not xp.traces
-        total = yield from self._total(xp, gradients if tensors.flat is None else tensors.flat)
+        flat = gradients if tensors.flat is None else tensors.flat
+        total = yield from self._total(xp, flat, step.in_place)
         if self.form.momentum is None and is_written:
             xp.write_into(gradients, total, self.size)
             return Averages(gradients, {})
@@ -122,12 +123,14 @@ class SumPlan(Plan):
         parts = zip(xp.split(direction, sizes), gradients, strict=True)
         return Averages([xp.restore(x, gradient) for x, gradient in parts], states)
 
-    def _total(self, xp: Any, parts: Sequence[Array]) -> Generator[Request, Any, Array]:
+    def _total(
+        self, xp: Any, parts: Sequence[Array], in_place: bool
+    ) -> Generator[Request, Any, Array]:
         own, sizes = xp.end_to_end(parts), self._sizes
         fine = xp.all_finite(own)
         if xp.traces or not fine:  # of such a tensor the others must see nothing else
             own = xp.choose(fine, lambda x=own: x, lambda x=own: _made_nan(xp, x, sizes))
-        owned = len(sizes) > 1 and not xp.traces
+        owned = (in_place or len(sizes) > 1) and not xp.traces
         if not self._speaks_numpy:
             return (yield Sum(own, self.form.wire, self.form.algorithm, owned=owned))
         (flat,) = xp.flat_on_host([own])
