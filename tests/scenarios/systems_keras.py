@@ -16,21 +16,20 @@ from tests.scenarios.driver_tensorflow import hvd_keras as hvd
 from tests.scenarios.driver_tensorflow import model_of
 from tests.scenarios.keras_fit import fit, weights_of
 
-STREAMING = rounds.DiLoCo(sync_every=4, fragments=2, delay=1, mix=0.5)
-
 
 def _sgd(**options: Any) -> Any:
     return keras.optimizers.SGD(oracle.LR, **options)
 
 
 def fit_takes_the_steps_of_an_eager_loop() -> None:
-    """Those of graphs follow the lockstep world."""
-    for method in (STREAMING, rounds.LeaderSGD(local_every=2, global_every=4)):
-        run, model = make(None, method=method, momentum=0.0), model_of("mlp")
-        run.graph = run._step
-        optimizer = hvd.DistributedOptimizer(_sgd(), method=method)
-        fit(optimizer, model=model, steps=9, jit_compile=False)
-        assert_close(weights_of(model), train(run, range(9)).weights(), 1e-5, 1e-6)
+    """It reports the loss, by which this method chooses; steps of graphs follow the lockstep
+    world."""
+    method = rounds.LeaderSGD(local_every=2, global_every=4)
+    run, model = make(None, method=method, momentum=0.0), model_of("mlp")
+    run.graph = run._step
+    optimizer = hvd.DistributedOptimizer(_sgd(), method=method)
+    fit(optimizer, model=model, steps=9, jit_compile=False)
+    assert_close(weights_of(model), train(run, range(9)).weights(), 1e-5, 1e-6)
 
 
 def a_run_goes_on_from_its_state() -> None:
