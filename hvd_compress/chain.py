@@ -86,6 +86,11 @@ class Transform(Configurable, kind="block"):
         :meth:`hvd_compress.base.Compressor.repaired`."""
         return state
 
+    @property
+    def finishes(self) -> bool:
+        """Whether the direction of the step is not the average."""
+        return type(self).finish is not Transform.finish
+
     def finish(self, mean: Array, state: State, context: Context) -> tuple[Array, State]:
         """Return the direction of the optimizer's step, given the average, and the new state; both
         are equal on all ranks."""
@@ -384,7 +389,7 @@ class Chain(Compressor, name="chain"):
 
     @functools.cached_property
     def _has_update(self) -> bool:
-        return any(type(t).finish is not Transform.finish for t in self.transforms)
+        return any(t.finishes for t in self.transforms)
 
 
 def in_range(state: State) -> State:

@@ -47,7 +47,7 @@ class Stages:
         elementwise; ``None`` if there are others."""
         first = next((i for i, t in enumerate(transforms) if t.elementwise), len(transforms))
         before, behind = tuple(transforms[:first]), tuple(transforms[first:])
-        if any(t.keys or _finishes(t) for t in before):
+        if any(t.keys or t.finishes for t in before):
             return None
         if not all(t.elementwise for t in behind):
             return None
@@ -59,7 +59,7 @@ class Stages:
 
     @property
     def finishes(self) -> bool:
-        return any(map(_finishes, self.transforms))
+        return any(t.finishes for t in self.transforms)
 
     @property
     def only_feeds_back(self) -> bool:
@@ -187,10 +187,6 @@ class StagedPlan(InPlacePlan):
         mean(average)
         if sent is not None and makes_it:
             stages.settle(x, states, step, sent, average, out)
-
-
-def _finishes(transform: Transform) -> bool:
-    return type(transform).finish is not Transform.finish
 
 
 def _parts(n: int) -> Iterator[slice]:

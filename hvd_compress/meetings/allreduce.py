@@ -74,7 +74,7 @@ class allreduce(Aggregator, name="allreduce"):
             momentum = last
             del before[-1]
             _, nesterov = momentum.in_use(context)
-        if any(type(t).finish is not Transform.finish or t.keys for t in before):
+        if any(t.finishes or t.keys for t in before):
             return None
         return FusedSum(tuple(before), momentum, nesterov, wire, self.algorithm)
 
