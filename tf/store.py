@@ -72,7 +72,7 @@ class VariableStore(Store):
         self._home_of: list[int] = []
         self.keys: list[tuple[str, ...]] = []  # of the states of dense gradients, by slot
         for i, slot in enumerate(self.slots):
-            method, zeros = self.method_for(slot), zeros_of(slot)
+            method, zeros = self.method_for(slot), tf.zeros(slot.shape, slot.dtype)
             common = method.common(zeros)
             self._home_of.append(homes.setdefault(look_of(common), i) if common else i)
             self.keys.append(tuple(method.init(zeros)))
@@ -104,7 +104,7 @@ class VariableStore(Store):
         """Return the state of a slot before the first step: its own, and what it keeps for all that
         have it in common."""
         slot = self.slots[i]
-        method, zeros = self.method_for(slot), zeros_of(slot)
+        method, zeros = self.method_for(slot), tf.zeros(slot.shape, slot.dtype)
         state, is_home = method.init(zeros), self._home_of[i] == i
         if slot.shape.rank:  # what gradients will be is not known yet
             state = rows_state(method, zeros) | state
@@ -123,7 +123,7 @@ class VariableStore(Store):
     def per_rank(self, slot: TensorSlot) -> frozenset[str]:
         """Return the keys of a slot's state under which ranks differ."""
         method = self.method_for(slot)
-        found = method.per_rank(zeros_of(slot))
+        found = method.per_rank(tf.zeros(slot.shape, slot.dtype))
         return found | {"residual"} if keeps_residual(method) else found
 
     def differing(self) -> dict[str, tf.Variable]:
@@ -205,7 +205,7 @@ class VariableStore(Store):
         where rows were touched, and nowhere else."""
         own, width = merged(gradient), slot.shape[1:].num_elements()
         method, variables, values = self.method_for(slot), self.variables(slot.name), own.values
-        for transform in method.template(zeros_of(slot)).transforms:
+        for transform in method.template(tf.zeros(slot.shape, slot.dtype)).transforms:
             if transform.needs_gradient_norm:
                 values, _ = transform.update(values, {}, context)
         values = tf.reshape(values, [tf.size(own.indices), width])
@@ -278,10 +278,6 @@ def _counts(reducer: Reducer, store: VariableStore) -> tf.Tensor:
     if not symbols:
         return tf.constant(counts)
     return tf.tensor_scatter_nd_update(counts, places, tf.stack(symbols))
-
-
-def zeros_of(slot: TensorSlot) -> tf.Tensor:
-    return tf.zeros(slot.shape, slot.dtype)
 
 
 def scaled(gradient: Any, factor: Any) -> Any:

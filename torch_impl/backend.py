@@ -7,7 +7,7 @@ import importlib
 import logging
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,8 +47,6 @@ take = operator.getitem
 # With values, these are Python's own.
 put = numpy.put
 add_at = numpy.add_at
-choose = numpy.choose
-either = numpy.either
 
 _HALF = (torch.float16, torch.bfloat16)
 GRADIENTS = (*_HALF, torch.float32, torch.float64)
@@ -208,6 +206,13 @@ def to_bytes(x: Array) -> Array:
 
 def from_bytes(raw: Array, dtype: str, like: Array) -> Array:
     return raw.view(getattr(torch, dtype)).to(like.device)
+
+
+def choose(condition: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    return yes() if condition else no()
+
+
+either = choose
 
 
 def on_host(

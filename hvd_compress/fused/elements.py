@@ -139,7 +139,7 @@ class ElementsPlan(SomePlan):
         begin_phase("encode")
         indices = [start + at for start, at in zip(self._starts, places, strict=True)]
         frame, sent = self._message.encode(np.concatenate(indices), np.concatenate(values))
-        frames = yield self.requests[0].carrying([frame])
+        frames = yield gather_of(self._message, frame)
         begin_phase("add_up")
         theirs = [self._message.decode(frame, f"rank {rank}") for rank, frame in enumerate(frames)]
         finite = finite_of(self.sizes, theirs)

@@ -139,7 +139,7 @@ class TopKPlan(InPlacePlan):
             kept.holds = True
         begin_phase("encode")
         frame, sent = self._message.encode(indices, values)
-        frames = yield self.requests[0].carrying([frame])
+        frames = yield gather_of(self._message, frame)
         begin_phase("add_up")
         theirs = [self._message.decode(frame, f"rank {rank}") for rank, frame in enumerate(frames)]
         finite = finite_of(self.sizes, theirs)
@@ -331,9 +331,12 @@ def message_of(
     return CodedEntries(values, indices, n, known)
 
 
-def gather_of(message: Numbers | CodedEntries) -> Gather:
-    """Return a request like those of such messages, with what there is in fresh memory."""
-    return Gather(np.empty(message.size or 0, np.uint8), message.size is not None)
+def gather_of(message: Numbers | CodedEntries, frame: np.ndarray | None = None) -> Gather:
+    """Return the request for the frame of such a message; without one, for what there is in fresh
+    memory."""
+    if frame is None:
+        frame = np.empty(message.size or 0, np.uint8)
+    return Gather(frame, message.size is not None)
 
 
 def finite_of(sizes: Sequence[int], theirs: Sequence[Entries]) -> np.ndarray:
