@@ -51,36 +51,34 @@ def test_workers_of_ray_that_take_over_have_the_same_bits(tmp_path):
     assert "the same bits" in output
 
 
-def on_cpu(ranks):
-    """Accelerate shards by FSDP2 on accelerators only: there the example runs as it is."""
-    return [*jobs.torchrun(ranks), str(jobs.TESTS / "trainers" / "on_cpu.py")]
-
-
+#: Accelerate shards by FSDP2 on accelerators only: there the example runs as it is
+ON_CPU = [*jobs.torchrun(2), str(jobs.TESTS / "trainers" / "on_cpu.py")]
 #: what starts an example, the least accuracy, and the least ratio of bytes
 EXAMPLES = {
-    "lightning": (jobs.torchrun, 75, 70),
-    "accelerate": (jobs.torchrun, 75, 70),
-    "transformers": (jobs.torchrun, 80, 15),
-    "fsdp": (jobs.torchrun, 75, 3.5),
-    "lightning_fsdp": (jobs.torchrun, 75, 3.5),
-    "accelerate_fsdp": (on_cpu, 75, 3.5),
-    "transformers_fsdp": (on_cpu, 75, 3.5),
-    "ray": (None, 75, 70),
-    "ray_horovod": (None, 75, 30),
+    "lightning": (jobs.torchrun(2), 75, 70),
+    "accelerate": (jobs.torchrun(2), 75, 70),
+    "transformers": (jobs.torchrun(2), 80, 15),
+    "fsdp": (jobs.torchrun(2), 75, 3.5),
+    "hsdp topk:density=0.05": (jobs.torchrun(4), 85, 16.9),
+    "lightning_fsdp": (jobs.torchrun(2), 75, 3.5),
+    "accelerate_fsdp": (ON_CPU, 75, 3.5),
+    "transformers_fsdp": (ON_CPU, 75, 3.5),
+    "ray": ([sys.executable], 75, 70),
+    "ray_horovod": ([sys.executable], 75, 30),
 }
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_example(tmp_path, monkeypatch, name):
-    if name != "fsdp":
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example(tmp_path, monkeypatch, example):
+    name, *method = example.split()
+    if name.partition("_")[0] not in ("fsdp", "hsdp"):
         need(name.partition("_")[0])
-    launcher, accuracy, ratio = EXAMPLES[name]
-    command = launcher(2) if launcher else [sys.executable]
+    launcher, accuracy, ratio = EXAMPLES[example]
     file = jobs.ROOT / "mpi_examples" / f"train_{name}.py"
     assert len([line for line in file.read_text().splitlines() if line]) <= 40
     monkeypatch.chdir(tmp_path)  # where it writes its checkpoints
-    _, output = jobs.run([*command, str(file)], timeout=180)
+    _, output = jobs.run([*launcher, str(file), *method], timeout=180)
     found = re.search(r"test accuracy ([\d.]+)%\n.*ratio of bytes ([\d.]+)", output)
     assert found, output[-3000:]
     assert float(found[1]) > accuracy
