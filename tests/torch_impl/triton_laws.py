@@ -345,7 +345,7 @@ BUCKETS = [
 def test_a_bucket_is_what_its_tensors_are(loops, by_triton, method, in_place):
     """The whole exchange, against the blocks of the chain in NumPy; also over a step with a NaN.
     Messages go by the host, or stay on the device."""
-    shapes, random = {"a": (40, 30), "b": (64, 8), "c": (300, 7)}, np.random.default_rng(1)
+    shapes, random = {"a": (40, 30), "b": (64, 8), "c": (160, 7)}, np.random.default_rng(1)
     ranks, expected = Ranks(method, shapes, 2, in_place=in_place), one_by_one(method, 2)
     ranks.reads_device = in_place
     for step in range(4):
