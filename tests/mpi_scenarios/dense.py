@@ -87,7 +87,7 @@ def scalars_and_what_overlaps_or_is_read_only() -> None:
             mpi.allreduce(x, algorithm="direct", out=out)
     for _, allreduce in dense_algorithms():
         both = np.concatenate([base, base[:1]])
-        total = allreduce(both[:-1].copy())
+        total = allreduce(both[:-1].copy(), chunk=64)
         allreduce(both[:-1], out=both[1:], chunk=64)  # they overlap
         np.testing.assert_array_equal(both[1:], total)
     scalar = mpi.allreduce(np.float64(world.rank), algorithm="direct")
