@@ -535,8 +535,10 @@ class Simulation:
         patches = [mock.patch.object(module, "MPI", library) for module in _USERS]
         patches += [
             mock.patch.multiple(progress, time=clock, os=system, _OTHERS_EVERY=1, _LOOKS=1),
-            mock.patch.multiple(communicator, _broken=broken, _keyvals=[]),
-            mock.patch.object(handles, "_keyvals", []),
+            mock.patch.multiple(
+                communicator, _broken=broken, _keyval=_uncached(communicator._keyval)
+            ),
+            mock.patch.object(handles, "_key", _uncached(handles._key)),
             # All ranks are in one process, which does not end between them.
             mock.patch.multiple(notes, leave=mock.DEFAULT, read=lambda comm: {}),
             # Nothing is measured here; times are needed all the same, of few messages.
@@ -555,6 +557,11 @@ class Simulation:
                 return broken
 
         return Patched()
+
+
+def _uncached(function: Any) -> Any:
+    """The function as it was before its first call."""
+    return functools.cache(function.__wrapped__)
 
 
 _USERS = (mpi4py, channels, communicator, handles, nodes, notes, progress)
