@@ -156,7 +156,8 @@ def solution(problem: Regression, weight: float) -> np.ndarray:
 def bytes_of(method: DecentralizedMethod, d: int) -> int:
     """Return the size of what a node sends to a neighbour in a step."""
     x = np.zeros(d)
-    update = method.update(x, x, dict(method.start(x)), method.topology.neighborhood(0, 2, 2))
+    state = {key: np.zeros(d) for key in method.keys}
+    update = method.update(x, x, state, method.topology.neighborhood(0, 2, 2))
     return next(update).payload.nbytes
 
 
