@@ -37,7 +37,7 @@ from mpi4py import MPI
 from turns import slowest, turns
 
 from hvd_compress import mpi
-from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.mpi.collectives.dense import ALGORITHMS
 
 world = MPI.COMM_WORLD
 #: checks are for the first steps of a training run, and have no place in what is timed

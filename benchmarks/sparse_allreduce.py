@@ -44,7 +44,7 @@ from turns import slowest, turns
 
 from hvd_compress import Context, Sparse, mpi
 from hvd_compress.meetings.ok_topk import Regions
-from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
+from hvd_compress.mpi.collectives.sparse import ALGORITHMS as SPARSE
 
 world = MPI.COMM_WORLD
 #: rounds in which connections open, and Ok-Topk finds its thresholds

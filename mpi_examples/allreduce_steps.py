@@ -50,9 +50,9 @@ under_mpirun(options.ranks)
 import matplotlib.pyplot as plt
 
 from hvd_compress.mpi import Communicator
-from hvd_compress.mpi.dense.direct import direct
-from hvd_compress.mpi.dense.halving_doubling import halving_doubling
-from hvd_compress.mpi.dense.ring import ring
+from hvd_compress.mpi.collectives.dense_direct import direct
+from hvd_compress.mpi.collectives.dense_halving_doubling import halving_doubling
+from hvd_compress.mpi.collectives.dense_ring import ring
 from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.progress import Algorithm, Wait
 from hvd_compress.mpi.transport.reduction import Reduction

@@ -35,9 +35,9 @@ from unittest import mock
 import mpi4py
 import numpy as np
 
+from hvd_compress.mpi.collectives import measuring
 from hvd_compress.mpi.transport import channel as channels
 from hvd_compress.mpi.transport import communicator, handles, nodes, notes, progress
-from hvd_compress.mpi.tuning import measuring
 
 ORDERS = ("first", "last", "random", "slow")
 IN_PLACE, UNDEFINED = mpi4py.MPI.IN_PLACE, -1

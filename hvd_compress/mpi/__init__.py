@@ -25,13 +25,13 @@ except (ImportError, RuntimeError) as error:
 
 from hvd_compress import errors
 from hvd_compress.errors import *  # noqa: F403, errors.__all__ is the list
-from hvd_compress.mpi.calls.allreduce import allreduce
-from hvd_compress.mpi.calls.sparse_allreduce import sparse_allgather, sparse_allreduce
+from hvd_compress.mpi.collectives.allreduce import allreduce
+from hvd_compress.mpi.collectives.cost_model import CostModel
+from hvd_compress.mpi.collectives.measuring import measure
+from hvd_compress.mpi.collectives.sparse_allreduce import sparse_allgather, sparse_allreduce
+from hvd_compress.mpi.collectives.sparse_running import Reduced
 from hvd_compress.mpi.engine import MpiEngine
-from hvd_compress.mpi.sparse.running import Reduced
 from hvd_compress.mpi.transport.communicator import Communicator
-from hvd_compress.mpi.tuning.cost_model import CostModel
-from hvd_compress.mpi.tuning.measuring import measure
 
 __all__ = [
     "Communicator",

@@ -25,16 +25,16 @@ from hvd_compress.base import Array, Sparse
 from hvd_compress.engines.base import Engine
 from hvd_compress.errors import MismatchError
 from hvd_compress.meetings.sparse_vectors import densify, give_back
-from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.dense.algorithm import DEPTH
-from hvd_compress.mpi.dense.payloads import alltoall, broadcast
-from hvd_compress.mpi.dense.running import blocks
-from hvd_compress.mpi.sparse.running import prepare
+from hvd_compress.mpi.collectives.choosing import alone, dense_of_exchange, sparse_of_exchange
+from hvd_compress.mpi.collectives.dense import ALGORITHMS
+from hvd_compress.mpi.collectives.dense_algorithm import DEPTH
+from hvd_compress.mpi.collectives.dense_running import blocks
+from hvd_compress.mpi.collectives.payloads import alltoall, broadcast
+from hvd_compress.mpi.collectives.sparse_running import prepare
 from hvd_compress.mpi.transport.arrays import HALVES
 from hvd_compress.mpi.transport.channel import Channel, exchange
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Algorithm, Work, wait_for
-from hvd_compress.mpi.tuning.choosing import alone, dense_of_exchange, sparse_of_exchange
 from hvd_compress.requests import (
     Alltoall,
     Broadcast,

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_compress.config import is_one_of
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.dense.payloads import broadcast, gather
+from hvd_compress.mpi.collectives.payloads import broadcast, gather
 from hvd_compress.mpi.process_sets import ProcessSet, communicator_of, global_process_set
 from hvd_compress.wire.content import decode_bytes, encode_bytes
 from hvd_compress.wire.objects import pickled, unpickled

@@ -1,5 +1,5 @@
-"""The names of algorithms over MPI, each that of a module in ``hvd_compress/mpi/dense`` or
-``hvd_compress/mpi/sparse``.  Options are checked where there is no MPI, too."""
+"""The names of algorithms over MPI, each that of a file ``dense_*`` or ``sparse_*`` in
+``hvd_compress/mpi/collectives``.  Options are checked where there is no MPI, too."""
 
 DENSE = ("direct", "halving_doubling", "ring")
 SPARSE = ("allgather", "split_allgather")

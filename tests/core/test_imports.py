@@ -134,8 +134,6 @@ def test_the_command_that_builds_horovod_imports_nothing_of_ours():
 #: rooms that import one behind them, and why they still do
 EXCEPTIONS = {
     ("backends/", "kernels/"): "NumPy's half precisions have loops, which are written over arrays",
-    ("mpi/tuning/", "mpi/dense/"): "the choice measures what it chooses from",
-    ("mpi/tuning/", "mpi/sparse/"): "the choice measures what it chooses from",
     ("mpi/", "integrations/"): "launch finds MPI before mpi4py loads it",
     (
         "torch_impl/distributed/",

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hvd_compress import Sparse, mpi
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.dense import ALGORITHMS as DENSE
-from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
+from hvd_compress.mpi.collectives.dense import ALGORITHMS as DENSE
+from hvd_compress.mpi.collectives.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.transport.nodes import nodes_of
 from tests.mutations import mutations
 from tests.simulated_mpi import ORDERS, Simulation

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hvd_compress import Sparse, mpi
 from hvd_compress.backends import halves
 from hvd_compress.errors import CompressionError, ConfigError, MismatchError
-from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.dense.running import blocks
+from hvd_compress.mpi.collectives.dense import ALGORITHMS
+from hvd_compress.mpi.collectives.dense_running import blocks
 from hvd_compress.mpi.transport.handles import Family
 from hvd_compress.requests.algorithms import DENSE as REQUESTED
 from tests.mpi.test_simulated import assert_same, entries, numbers, orders

@@ -20,10 +20,10 @@ from hvd_compress import PoorFit, Sparse, as_compressor, mpi
 from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import CollectiveTimeout, MismatchError, PayloadError
-from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.dense.payloads import alltoall, broadcast, gather
+from hvd_compress.mpi.collectives.dense import ALGORITHMS
+from hvd_compress.mpi.collectives.payloads import alltoall, broadcast, gather
+from hvd_compress.mpi.collectives.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.engine import MpiEngine
-from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.transport import channel
 from hvd_compress.requests import Max, SparseSum, Sum
 from hvd_compress.requests.algorithms import DENSE as TAGGED

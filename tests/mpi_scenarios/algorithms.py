@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_compress import TopK, as_compressor, mpi
 from hvd_compress.blocks import allgather, allreduce, chain, error_feedback, ok_topk, top_k
-from hvd_compress.mpi.tuning import choosing
+from hvd_compress.mpi.collectives import choosing
 from hvd_compress.requests.algorithms import SPARSE_SUMS, SUMS
 from tests.mpi_scenarios.common import SHAPES as SMALL
 from tests.mpi_scenarios.common import (

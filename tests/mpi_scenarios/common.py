@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from hvd_compress import Compressor, mpi
 from hvd_compress.engines import lockstep
-from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.mpi.collectives.dense import ALGORITHMS
 from tests.scenarios import raises as raises
 from tests.scenarios import refused as refused
 

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from hvd_compress import Sparse, mpi
 from hvd_compress.errors import ConfigError, MismatchError
-from hvd_compress.mpi.dense import ALGORITHMS
+from hvd_compress.mpi.collectives.dense import ALGORITHMS
 from hvd_compress.mpi.transport import nodes
 from hvd_compress.mpi.transport.channel import Channel
 from tests.mpi_scenarios.common import LAYOUTS, array, arrays, assert_same_everywhere, raises, world

@@ -16,8 +16,8 @@ from hvd_compress.errors import (
     PayloadError,
     UnsupportedError,
 )
-from hvd_compress.mpi.sparse import ALGORITHMS
-from hvd_compress.mpi.sparse import messages as sparse_messages
+from hvd_compress.mpi.collectives import sparse_messages
+from hvd_compress.mpi.collectives.sparse import ALGORITHMS
 from hvd_compress.mpi.transport.channel import exchange
 from hvd_compress.wire import encode_sparse, sparse_size
 from tests.mpi_scenarios.common import (

@@ -19,8 +19,8 @@ from hvd_compress.integrations.mpi import Adasum as Adasum
 from hvd_compress.integrations.mpi import Average as Average
 from hvd_compress.integrations.mpi import Compression, Max, operation
 from hvd_compress.integrations.mpi import Sum as Sum
-from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.dense.running import reducing
+from hvd_compress.mpi.collectives.dense import ALGORITHMS
+from hvd_compress.mpi.collectives.dense_running import reducing
 from hvd_compress.mpi.objects import allgather_object as allgather_object
 from hvd_compress.mpi.objects import barrier as barrier
 from hvd_compress.mpi.objects import broadcast_bytes, gather_bytes

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from hvd_compress.config import build, check_seed, is_number
 from hvd_compress.errors import CollectiveTimeout, ConfigError, UnsupportedError
-from hvd_compress.mpi.dense.payloads import broadcast
+from hvd_compress.mpi.collectives.payloads import broadcast
 from hvd_compress.mpi.transport import notes
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.mailbox import Mailbox

@@ -8,14 +8,14 @@ from __future__ import annotations
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
 from hvd_compress.meetings.sparse_vectors import give_back
-from hvd_compress.mpi.sparse import ALGORITHMS
-from hvd_compress.mpi.sparse.allgather import gather
-from hvd_compress.mpi.sparse.messages import entries_of
-from hvd_compress.mpi.sparse.running import Reduced, prepare, run
+from hvd_compress.mpi.collectives import choosing
+from hvd_compress.mpi.collectives.sparse import ALGORITHMS
+from hvd_compress.mpi.collectives.sparse_allgather import gather
+from hvd_compress.mpi.collectives.sparse_messages import entries_of
+from hvd_compress.mpi.collectives.sparse_running import Reduced, prepare, run
 from hvd_compress.mpi.transport.communicator import Comm, Communicator
 from hvd_compress.mpi.transport.nodes import suffix_of
 from hvd_compress.mpi.transport.progress import Algorithm
-from hvd_compress.mpi.tuning import choosing
 
 
 def sparse_allgather(

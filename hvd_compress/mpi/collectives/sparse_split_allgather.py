@@ -16,8 +16,8 @@ import numpy as np
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, densify, join
-from hvd_compress.mpi.sparse.allgather import gather
-from hvd_compress.mpi.sparse.messages import Format, Summed, entries_of, with_values
+from hvd_compress.mpi.collectives.sparse_allgather import gather
+from hvd_compress.mpi.collectives.sparse_messages import Format, Summed, entries_of, with_values
 from hvd_compress.mpi.transport.channel import Channel, exchange
 from hvd_compress.mpi.transport.progress import Wait
 from hvd_compress.requests.sparse import cut

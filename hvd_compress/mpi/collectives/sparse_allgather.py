@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, empty
-from hvd_compress.mpi.sparse.messages import Format, Summed
+from hvd_compress.mpi.collectives.sparse_messages import Format, Summed
 from hvd_compress.mpi.transport.channel import Channel, exchange
 from hvd_compress.mpi.transport.progress import Wait
 from hvd_compress.wire import sparse_size

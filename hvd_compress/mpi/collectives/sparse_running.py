@@ -9,7 +9,7 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Sparse
 from hvd_compress.errors import ConfigError, PayloadError
 from hvd_compress.meetings.sparse_vectors import take_in
-from hvd_compress.mpi.sparse.messages import Format
+from hvd_compress.mpi.collectives.sparse_messages import Format
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Algorithm
 

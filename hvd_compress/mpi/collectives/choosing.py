@@ -16,19 +16,19 @@ import numpy as np
 from hvd_compress.base import Sparse
 from hvd_compress.config import check_choice
 from hvd_compress.errors import PayloadError
-from hvd_compress.mpi.dense import ALGORITHMS as DENSE
-from hvd_compress.mpi.dense.algorithm import Allreduce
-from hvd_compress.mpi.dense.hierarchical import hierarchical
-from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
-from hvd_compress.mpi.sparse.hierarchical import hierarchical as hierarchical_sparse
-from hvd_compress.mpi.sparse.messages import Format, Run, Summed
+from hvd_compress.mpi.collectives.cost_model import CostModel
+from hvd_compress.mpi.collectives.dense import ALGORITHMS as DENSE
+from hvd_compress.mpi.collectives.dense_algorithm import Allreduce
+from hvd_compress.mpi.collectives.dense_hierarchical import hierarchical
+from hvd_compress.mpi.collectives.measuring import model_of
+from hvd_compress.mpi.collectives.sparse import ALGORITHMS as SPARSE
+from hvd_compress.mpi.collectives.sparse_hierarchical import hierarchical as hierarchical_sparse
+from hvd_compress.mpi.collectives.sparse_messages import Format, Run, Summed
 from hvd_compress.mpi.transport.arrays import HALVES
 from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.nodes import nodes_of
 from hvd_compress.mpi.transport.progress import Wait
-from hvd_compress.mpi.tuning.cost_model import CostModel
-from hvd_compress.mpi.tuning.measuring import model_of
 from hvd_compress.requests import algorithms
 
 T = TypeVar("T")

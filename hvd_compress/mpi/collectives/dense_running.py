@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import halves
-from hvd_compress.mpi.dense.algorithm import DEPTH, Allreduce
+from hvd_compress.mpi.collectives.dense_algorithm import DEPTH, Allreduce
 from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.mpi.transport.progress import Algorithm, Work

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from hvd_compress.base import Sparse
 from hvd_compress.meetings.sparse_vectors import Vector, empty
-from hvd_compress.mpi.sparse.messages import Format, Run, Summed, entries_of
-from hvd_compress.mpi.sparse.split_allgather import assemble, from_owners, to_owners
+from hvd_compress.mpi.collectives.sparse_messages import Format, Run, Summed, entries_of
+from hvd_compress.mpi.collectives.sparse_split_allgather import assemble, from_owners, to_owners
 from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.nodes import ACROSS, INSIDE, Nodes
 from hvd_compress.sharding import bounds_of

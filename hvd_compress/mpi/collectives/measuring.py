@@ -10,13 +10,13 @@ import numpy as np
 from mpi4py import MPI
 
 from hvd_compress.base import Sparse
-from hvd_compress.mpi.dense import ALGORITHMS as DENSE
-from hvd_compress.mpi.dense.payloads import gather
-from hvd_compress.mpi.dense.running import reducing
-from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
-from hvd_compress.mpi.sparse.running import prepare
+from hvd_compress.mpi.collectives.cost_model import SPARSITY, CostModel, Points
+from hvd_compress.mpi.collectives.dense import ALGORITHMS as DENSE
+from hvd_compress.mpi.collectives.dense_running import reducing
+from hvd_compress.mpi.collectives.payloads import gather
+from hvd_compress.mpi.collectives.sparse import ALGORITHMS as SPARSE
+from hvd_compress.mpi.collectives.sparse_running import prepare
 from hvd_compress.mpi.transport.communicator import Communicator
-from hvd_compress.mpi.tuning.cost_model import SPARSITY, CostModel, Points
 
 #: bytes of the arrays for which the algorithms are timed, and the seconds of the fastest one after
 #: which larger ones are not

@@ -15,8 +15,8 @@ import numpy as np
 
 from hvd_compress.config import is_whole
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.dense import ALGORITHMS as DENSE
-from hvd_compress.mpi.sparse import ALGORITHMS as SPARSE
+from hvd_compress.mpi.collectives.dense import ALGORITHMS as DENSE
+from hvd_compress.mpi.collectives.sparse import ALGORITHMS as SPARSE
 from hvd_compress.mpi.transport.arrays import HALVES
 
 #: one element in so many is an entry where sparse algorithms are measured

@@ -8,12 +8,12 @@ import numpy as np
 
 from hvd_compress.config import check_choice
 from hvd_compress.errors import ConfigError
-from hvd_compress.mpi.dense import ALGORITHMS
-from hvd_compress.mpi.dense.running import CHUNK, reducing
+from hvd_compress.mpi.collectives.choosing import dense
+from hvd_compress.mpi.collectives.dense import ALGORITHMS
+from hvd_compress.mpi.collectives.dense_running import CHUNK, reducing
 from hvd_compress.mpi.transport.arrays import Flat, describe, flatten
 from hvd_compress.mpi.transport.communicator import Comm, Communicator
 from hvd_compress.mpi.transport.nodes import suffix_of
-from hvd_compress.mpi.tuning.choosing import dense
 
 
 def allreduce(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvd_compress.mpi.dense.algorithm import Allreduce
+from hvd_compress.mpi.collectives.dense_algorithm import Allreduce
 from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.progress import Algorithm
 from hvd_compress.mpi.transport.reduction import Reduction

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_compress.mpi.dense.algorithm import Allreduce
-from hvd_compress.mpi.dense.direct import direct
+from hvd_compress.mpi.collectives.dense_algorithm import Allreduce
+from hvd_compress.mpi.collectives.dense_direct import direct
 from hvd_compress.mpi.transport.channel import Channel
 from hvd_compress.mpi.transport.nodes import ACROSS, INSIDE, Nodes
 from hvd_compress.mpi.transport.progress import Algorithm

@@ -1,1 +1,0 @@
-"""Measured and predicted costs of collectives."""
