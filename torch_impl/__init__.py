@@ -104,7 +104,7 @@ def __getattr__(name: str) -> Any:
     if name in SYSTEMS:
         with _ONE_THREAD:  # pickle needs one class of a name
             if name not in globals():
-                from hvd_compress.systems.teachers.codistiller import systems_over
+                from hvd_compress.systems.codistiller import systems_over
 
                 from .systems.codistillation import TorchCodistiller
 

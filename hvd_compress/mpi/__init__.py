@@ -47,9 +47,9 @@ __all__ += errors.__all__
 
 #: what is built on this package, and found in it by its users
 _SYSTEMS = {
-    "AsynchronousLeaderSGD": "mpi.servers",
-    "ParameterServer": "mpi.servers",
-    "Reducer": "mpi.reducer",
+    "AsynchronousLeaderSGD": "systems.servers.mpi",
+    "ParameterServer": "systems.servers.mpi",
+    "Reducer": "reduce.mpi",
 }
 __all__ += _SYSTEMS
 
@@ -57,7 +57,7 @@ __all__ += _SYSTEMS
 def __getattr__(name: str) -> Any:
     if name not in _SYSTEMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"hvd_compress.systems.{_SYSTEMS[name]}"), name)
+    return getattr(import_module(f"hvd_compress.{_SYSTEMS[name]}"), name)
 
 
 __dir__ = __all__.copy

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.systems.graphs.topologies import eigenvalues
+from hvd_compress.systems.topologies import eigenvalues
 
 
 def diffusion_fixed_point(w: np.ndarray, b: np.ndarray, mu: float) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.errors import MismatchError
-from hvd_compress.systems.teachers import losses as in_numpy
+from hvd_compress.systems import distillation as in_numpy
 from hvd_compress.wire.header import padded
 from tests.scenarios import applies, oracle
 from tests.scenarios.driver import (

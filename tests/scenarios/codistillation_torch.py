@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvd_compress.errors import ConfigError, MismatchError
-from hvd_compress.systems.teachers.losses import target
+from hvd_compress.systems.distillation import target
 from hvd_compress.torch.systems.codistillation import LOSSES
 from hvd_compress.wire.header import padded
 from tests.devices import DEVICE

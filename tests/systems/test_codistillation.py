@@ -11,17 +11,13 @@ from hvd_compress import from_config
 from hvd_compress.engines import lockstep
 from hvd_compress.errors import ConfigError
 from hvd_compress.systems.base import groups_of
+from hvd_compress.systems.counterparts import Counterparts, exchange, fingerprint_of
+from hvd_compress.systems.distillation import LOSSES, log_softmax, target
 from hvd_compress.systems.teachers import (
     Codistillation,
     Ramp,
     WeightDecay,
 )
-from hvd_compress.systems.teachers.exchanges import (
-    Counterparts,
-    exchange,
-    fingerprint_of,
-)
-from hvd_compress.systems.teachers.losses import LOSSES, log_softmax, target
 
 # -- losses ---------------------------------------------------------------------------------------
 

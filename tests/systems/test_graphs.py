@@ -18,8 +18,8 @@ from hvd_compress.systems.graphs import (
     GradientTracking,
     simulate,
 )
-from hvd_compress.systems.graphs.topologies import Weights, as_topology
 from hvd_compress.systems.ranks import Ranks
+from hvd_compress.systems.topologies import Weights, as_topology
 
 B = np.array([0.0, 0.0, 3.0])
 EXACT = (

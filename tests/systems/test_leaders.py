@@ -7,8 +7,8 @@ import pytest
 
 from hvd_compress.errors import CompressionError, ConfigError
 from hvd_compress.systems import Ranks
+from hvd_compress.systems.leader_sgd import pack, unpack
 from hvd_compress.systems.rounds import EASGD, LeaderSGD
-from hvd_compress.systems.rounds.leader_sgd import pack, unpack
 from tests.systems.quadratics import Quadratics
 
 PERSISTENT = {

@@ -11,8 +11,8 @@ from hvd_compress import RandomK, TopK
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError, NeedsTuning
 from hvd_compress.systems import Coordinator, Ranks
+from hvd_compress.systems.local_steps import cuts
 from hvd_compress.systems.rounds import EASGD, DiLoCo, LocalSGD, OuterSGD, SparseLoCo
-from hvd_compress.systems.rounds.rounds import cuts
 from tests.systems.quadratics import Quadratics
 
 PLAIN = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)

@@ -24,10 +24,10 @@ from hvd_compress.meetings.averaging import whole
 from hvd_compress.methods.rows import as_rows, exchange_rows
 from hvd_compress.reduce import buckets
 from hvd_compress.requests import Alltoall, Gather, Neighbors
+from hvd_compress.systems import counterparts as exchanges
 from hvd_compress.systems import graphs, rounds
 from hvd_compress.systems.base import StepContext
-from hvd_compress.systems.graphs.base import mix
-from hvd_compress.systems.teachers import exchanges
+from hvd_compress.systems.decentralized import mix
 from hvd_compress.wire.content import decode_bytes, decode_end_to_end, encode_bytes
 from hvd_compress.wire.header import Header, Kind, failing, opened
 from tests.core.test_rows import merged

@@ -14,13 +14,13 @@ import tensorflow as tf
 
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.systems.base import Arrays
+from hvd_compress.systems.distillation import Functions, losses_over, target
 from hvd_compress.systems.teachers import Codistillation, Codistiller
-from hvd_compress.systems.teachers.losses import Functions, losses_over, target
 
 from ..runtime import check_context, in_python
 from ..slots import native
 
-#: those of :mod:`hvd_compress.systems.teachers.losses`
+#: those of :mod:`hvd_compress.systems.distillation`
 LOSSES = losses_over(
     Functions(
         log_softmax=tf.nn.log_softmax,

@@ -17,9 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.systems import Coordinator, TrainingMethod
+from hvd_compress.systems import Coordinator, TrainingMethod, codistiller
 from hvd_compress.systems.base import Arrays, as_training_method
-from hvd_compress.systems.teachers import codistiller
 
 from ..distribute import check_backend, check_not_distributed, is_keras_3
 from ..optimizer import NotInLossScaling, made_like, variables_of

@@ -21,7 +21,7 @@ from hvd_compress.mpi.transport.communicator import Communicator
 from hvd_compress.reduce.nodes import Node
 from hvd_compress.systems import TrainingMethod
 from hvd_compress.systems.base import train_by_method
-from hvd_compress.systems.teachers.codistiller import systems_over
+from hvd_compress.systems.codistiller import systems_over
 
 from ..distributed.compressed_optimizer import CompressedOptimizer
 from ..distributed.distributed_optimizer import distribute

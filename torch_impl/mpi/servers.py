@@ -14,7 +14,7 @@ import torch
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.mpi.process_sets import global_process_set
 from hvd_compress.systems.base import Arrays
-from hvd_compress.systems.mpi import servers
+from hvd_compress.systems.servers import mpi as servers
 
 from ..parameters import Parameter, check_model, names_of_parameters
 from ..systems.optimizer import is_distributed

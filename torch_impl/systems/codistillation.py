@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from hvd_compress.errors import ConfigError
+from hvd_compress.systems.distillation import Functions, losses_over, target
 from hvd_compress.systems.teachers import Codistillation, Codistiller
-from hvd_compress.systems.teachers.losses import Functions, losses_over, target
 
 from .. import backend
 from .optimizer import moved
@@ -23,7 +23,7 @@ def _class_dim(z: torch.Tensor) -> int:
     return 1 if z.dim() > 1 else 0
 
 
-#: those of :mod:`hvd_compress.systems.teachers.losses`
+#: those of :mod:`hvd_compress.systems.distillation`
 LOSSES = losses_over(
     Functions(
         log_softmax=lambda z: functional.log_softmax(z, _class_dim(z)),

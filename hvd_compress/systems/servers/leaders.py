@@ -24,7 +24,7 @@ import numpy as np
 
 from hvd_compress.backends import numpy
 from hvd_compress.systems.base import Arrays, Groups, all_finite, groups_of
-from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
+from hvd_compress.systems.leader_sgd import LeaderSGD
 from hvd_compress.systems.servers.messages import (
     MessageKind,
     Reply,

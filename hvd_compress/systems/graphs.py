@@ -2,16 +2,11 @@
 neighbours only."""
 
 from hvd_compress.systems.base import methods_in
-from hvd_compress.systems.graphs.base import DecentralizedMethod, l1, mix
-from hvd_compress.systems.graphs.diffusion import (
-    DGD,
-    EXTRA,
-    Diffusion,
-    ExactDiffusion,
-    GradientTracking,
-)
-from hvd_compress.systems.graphs.lead import LEAD
-from hvd_compress.systems.graphs.topologies import (
+from hvd_compress.systems.decentralized import DecentralizedMethod, l1, mix
+from hvd_compress.systems.diffusion import DGD, EXTRA, Diffusion, ExactDiffusion, GradientTracking
+from hvd_compress.systems.lead import LEAD
+from hvd_compress.systems.ranks import simulate
+from hvd_compress.systems.topologies import (
     Edges,
     Graph,
     Neighborhood,
@@ -22,7 +17,6 @@ from hvd_compress.systems.graphs.topologies import (
     second_eigenvalue,
     spectral_gap,
 )
-from hvd_compress.systems.ranks import simulate
 
 __all__ = [
     "DGD",

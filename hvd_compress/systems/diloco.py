@@ -11,7 +11,7 @@ from hvd_compress.errors import ConfigError, NeedsTuning
 from hvd_compress.methods import NoCompression
 from hvd_compress.optimizers.outer import OuterSGD
 from hvd_compress.systems.base import checked_compression
-from hvd_compress.systems.rounds.rounds import Rounds
+from hvd_compress.systems.local_steps import Rounds
 
 #: momentum that goes on for as many exchanges as a method of less than a tenth keeps things waiting
 _LONG = 0.9

@@ -24,7 +24,7 @@ from hvd_compress.mpi.transport.mailbox import Mailbox
 from hvd_compress.mpi.transport.nodes import nodes_of
 from hvd_compress.optimizers.base import Formula
 from hvd_compress.systems.base import Arrays
-from hvd_compress.systems.rounds.leader_sgd import LeaderSGD
+from hvd_compress.systems.leader_sgd import LeaderSGD
 from hvd_compress.systems.servers.leaders import LeaderLink, LeaderServer
 from hvd_compress.systems.servers.messages import (
     MessageKind,

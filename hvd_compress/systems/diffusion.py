@@ -7,8 +7,8 @@ import dataclasses
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array
-from hvd_compress.systems.graphs.base import DecentralizedMethod, Update, Vectors, l1, mix
-from hvd_compress.systems.graphs.topologies import Neighborhood
+from hvd_compress.systems.decentralized import DecentralizedMethod, Update, Vectors, l1, mix
+from hvd_compress.systems.topologies import Neighborhood
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ Nothing here knows a framework: who exchanges what and when, messages, schedules
 NumPy.
 """
 
-from hvd_compress.systems.teachers.codistiller import Codistiller
-from hvd_compress.systems.teachers.exchanges import Counterparts
-from hvd_compress.systems.teachers.losses import LOSSES
-from hvd_compress.systems.teachers.method import Codistillation, Ramp, WeightDecay
+from hvd_compress.systems.codistillation import Codistillation, Ramp, WeightDecay
+from hvd_compress.systems.codistiller import Codistiller
+from hvd_compress.systems.counterparts import Counterparts
+from hvd_compress.systems.distillation import LOSSES
 
 __all__ = [
     "LOSSES",

@@ -20,13 +20,9 @@ from hvd_compress.requests.dense import itemsize
 from hvd_compress.stats import Stats
 from hvd_compress.systems import graphs, rounds
 from hvd_compress.systems.base import Arrays
+from hvd_compress.systems.codistillation import Codistillation, Ramp, WeightDecay
+from hvd_compress.systems.counterparts import Counterparts, exchange, fingerprint_of
 from hvd_compress.systems.owner import Owner
-from hvd_compress.systems.teachers.exchanges import (
-    Counterparts,
-    exchange,
-    fingerprint_of,
-)
-from hvd_compress.systems.teachers.method import Codistillation, Ramp, WeightDecay
 
 #: what ranks that exchange predictions compare
 _OUTPUTS = "predictions, of batches that must be equal, without a smaller one at the end"

@@ -13,7 +13,7 @@ from hvd_compress.base import Array
 from hvd_compress.errors import ConfigError
 from hvd_compress.requests import Neighbors
 from hvd_compress.systems.base import Arrays, groups_of, like
-from hvd_compress.systems.rounds.leader_sgd import pack, unpack
+from hvd_compress.systems.leader_sgd import pack, unpack
 from hvd_compress.wire.content import decode_bytes, encode_bytes
 
 _DTYPES = ("float16", "float32", "float64")

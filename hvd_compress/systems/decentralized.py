@@ -32,7 +32,7 @@ from hvd_compress.systems.base import (
     TrainingMethod,
     copied,
 )
-from hvd_compress.systems.graphs.topologies import (
+from hvd_compress.systems.topologies import (
     Graph,
     Neighborhood,
     Topology,

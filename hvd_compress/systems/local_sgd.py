@@ -18,7 +18,7 @@ from hvd_compress.systems.base import (
     like,
     widened,
 )
-from hvd_compress.systems.rounds.rounds import Exchange, Rounds
+from hvd_compress.systems.local_steps import Exchange, Rounds
 
 
 @dataclasses.dataclass(frozen=True)

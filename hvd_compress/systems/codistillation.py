@@ -20,8 +20,8 @@ from hvd_compress.config import (
 )
 from hvd_compress.errors import ConfigError
 from hvd_compress.systems.base import check_groups
-from hvd_compress.systems.teachers.exchanges import Counterparts
-from hvd_compress.systems.teachers.losses import LOSSES
+from hvd_compress.systems.counterparts import Counterparts
+from hvd_compress.systems.distillation import LOSSES
 
 EXCHANGES = ("checkpoints", "predictions")
 

@@ -12,8 +12,8 @@ from hvd_compress.codecs.floats import plain
 from hvd_compress.config import check_fraction, check_seed, converted, is_number
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.meetings.codes import codes
-from hvd_compress.systems.graphs.base import DecentralizedMethod, Update, Vectors, l1, mix
-from hvd_compress.systems.graphs.topologies import Neighborhood
+from hvd_compress.systems.decentralized import DecentralizedMethod, Update, Vectors, l1, mix
+from hvd_compress.systems.topologies import Neighborhood
 
 _TWO_BITS = uniform_dithering(2, 256, "max")
 

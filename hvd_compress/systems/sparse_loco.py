@@ -13,7 +13,7 @@ from hvd_compress.meetings.elements import as_values
 from hvd_compress.operators import top_k
 from hvd_compress.optimizers.outer import OuterSGD
 from hvd_compress.schedules import Density
-from hvd_compress.systems.rounds.rounds import Rounds
+from hvd_compress.systems.local_steps import Rounds
 from hvd_compress.transforms import momentum_feedback
 
 
