@@ -1,5 +1,5 @@
 """The autoencoder of LGC in TensorFlow, in graphs as well; see
-:mod:`hvd_compress.learned.numpy_network`."""
+:mod:`hvd_compress.methods.lgc_numpy_network`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from hvd_compress.learned import network
-from hvd_compress.learned.layout import SLOPE
+from hvd_compress.methods import lgc_network as network
+from hvd_compress.methods.lgc_layout import SLOPE
 
 Tensor: TypeAlias = tf.Tensor
 

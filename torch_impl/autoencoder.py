@@ -1,5 +1,5 @@
 """The autoencoder of LGC in PyTorch, on the device of its weights; see
-:mod:`hvd_compress.learned.numpy_network`."""
+:mod:`hvd_compress.methods.lgc_numpy_network`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from hvd_compress.learned import network
-from hvd_compress.learned.layout import SLOPE
+from hvd_compress.methods import lgc_network as network
+from hvd_compress.methods.lgc_layout import SLOPE
 
 Tensor = torch.Tensor
 

@@ -7,12 +7,10 @@ from hvd_compress import errors, methods
 from hvd_compress.base import Compressor
 from hvd_compress.errors import *  # noqa: F403, errors.__all__ is the list
 from hvd_compress.integrations.logs import log_stats
-from hvd_compress.learned import LGC
 from hvd_compress.methods import *  # noqa: F403, methods.__all__ is the list
 from hvd_compress.schedules import After, ExponentialWarmup, StagedWarmup, warmup_to
 
 __all__ = ["After", "Compressor", "ExponentialWarmup", "StagedWarmup", "log_stats", "warmup_to"]
-__all__ += ["LGC"]
 __all__ += errors.__all__
 __all__ += methods.__all__
 

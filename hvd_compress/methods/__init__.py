@@ -33,6 +33,7 @@ from hvd_compress.methods.composed import MomentumAfter, Partition, Switch, part
 from hvd_compress.methods.dense import BF16, FP16, NoCompression
 from hvd_compress.methods.dgc import DGC
 from hvd_compress.methods.ef21 import EF21
+from hvd_compress.methods.lgc import LGC
 from hvd_compress.methods.onebit import OneBitAdamCompression, ZeroOneAdamCompression
 from hvd_compress.methods.power_sgd import PowerSGD
 from hvd_compress.methods.quantised import (
@@ -53,6 +54,7 @@ __all__ = [
     "EF21",
     "FP8",
     "FP16",
+    "LGC",
     "QSGD",
     "EFSignSGD",
     "LinearQuantization",

@@ -14,8 +14,10 @@ from hvd_compress.blocks import chain, top_k
 from hvd_compress.engines.joining import TensorExchange, alone, joined
 from hvd_compress.engines.lockstep import World, run
 from hvd_compress.errors import PayloadError
-from hvd_compress.learned import learned_allreduce, learned_server, numpy_network
-from hvd_compress.learned.layout import (
+from hvd_compress.learned import learned_allreduce, learned_server
+from hvd_compress.meetings.leader_top_k import LeaderSelection, leaders_choice
+from hvd_compress.methods import lgc_numpy_network as numpy_network
+from hvd_compress.methods.lgc_layout import (
     DECODER,
     ENCODER,
     first_weights,
@@ -23,7 +25,6 @@ from hvd_compress.learned.layout import (
     latent_size,
     lengths,
 )
-from hvd_compress.meetings.leader_top_k import LeaderSelection, leaders_choice
 from hvd_compress.stats import Record
 from hvd_compress.tensorflow import autoencoder as tensorflow_network
 from hvd_compress.torch import autoencoder as torch_network
@@ -154,8 +155,8 @@ class Linear:
 
 @pytest.fixture
 def linear(monkeypatch):
-    monkeypatch.setattr("hvd_compress.learned.aggregators.network_of", lambda x: Linear)
-    monkeypatch.setattr("hvd_compress.learned.aggregators.numpy_network", Linear)
+    monkeypatch.setattr("hvd_compress.methods.lgc_aggregators.network_of", lambda x: Linear)
+    monkeypatch.setattr("hvd_compress.methods.lgc_aggregators.numpy_network", Linear)
 
 
 @pytest.mark.usefixtures("linear")

@@ -14,9 +14,10 @@ from hvd_compress.chain import Aggregated
 from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded
 from hvd_compress.config import check_fraction, checked, numbers
-from hvd_compress.learned import numpy_network
-from hvd_compress.learned.layout import latent_size
-from hvd_compress.learned.learning import (
+from hvd_compress.meetings.leader_top_k import joined
+from hvd_compress.methods import lgc_numpy_network as numpy_network
+from hvd_compress.methods.lgc_layout import latent_size
+from hvd_compress.methods.lgc_learning import (
     CodedTensor,
     Learned,
     bounds,
@@ -24,8 +25,7 @@ from hvd_compress.learned.learning import (
     product,
     selected,
 )
-from hvd_compress.learned.network import network_of
-from hvd_compress.meetings.leader_top_k import joined
+from hvd_compress.methods.lgc_network import network_of
 from hvd_compress.operators.top_k import count
 from hvd_compress.requests import Gather, Request, Sum
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size

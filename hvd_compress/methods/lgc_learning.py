@@ -21,9 +21,9 @@ from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.config import check_fraction, checked, converted
 from hvd_compress.errors import ConfigError, PoorFit
-from hvd_compress.learned.layout import LEAST, first_weights
-from hvd_compress.learned.network import network_of
 from hvd_compress.meetings.leader_top_k import LeaderSelection, joined, leaders_choice
+from hvd_compress.methods.lgc_layout import LEAST, first_weights
+from hvd_compress.methods.lgc_network import network_of
 from hvd_compress.operators import top_k
 from hvd_compress.operators.top_k import count
 from hvd_compress.requests import Gather, Joint, Request, Sum

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hvd_compress.learned.layout import (
+from hvd_compress.methods.lgc_layout import (
     DECODER,
     ENCODER,
     SLOPE,

@@ -12,10 +12,10 @@ from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import checked, choice, converted
 from hvd_compress.errors import ConfigError
-from hvd_compress.learned.aggregators import learned_allreduce, learned_server
-from hvd_compress.learned.learning import settled_after
 from hvd_compress.meetings import dense_until, leader_top_k
 from hvd_compress.methods.chained import OfVelocities, check_min_size
+from hvd_compress.methods.lgc_aggregators import learned_allreduce, learned_server
+from hvd_compress.methods.lgc_learning import settled_after
 from hvd_compress.schedules import After, Start, as_start, started
 from hvd_compress.transforms import fading_memory
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from hvd_compress.backends import backend_of
 from hvd_compress.backends.base import library_of
-from hvd_compress.learned.layout import DECODER, ENCODER, Array, stretched, unpacked
+from hvd_compress.methods.lgc_layout import DECODER, ENCODER, Array, stretched, unpacked
 
 _MODULES = {
-    "numpy": "hvd_compress.learned.numpy_network",
+    "numpy": "hvd_compress.methods.lgc_numpy_network",
     "torch": "hvd_compress.torch.autoencoder",
     "tensorflow": "hvd_compress.tensorflow.autoencoder",
 }
@@ -51,7 +51,7 @@ def loss(
     nn: Layers, weights: Array, values: Array, innovations: Array | None, leader: Any
 ) -> tuple[Array, Array]:
     """Return ``(loss, decoded)``; see
-    :func:`hvd_compress.learned.numpy_network.gradient`."""
+    :func:`hvd_compress.methods.lgc_numpy_network.gradient`."""
     xp = backend_of(weights)
     encoder, decoders = unpacked(weights, xp.size(weights), innovations is not None, xp.reshape)
     ranks, n = xp.shape(values)
