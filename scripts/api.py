@@ -137,9 +137,9 @@ MORE = {
     f"{ALL}.testing": ["check_laws"],
     f"{ALL}.torch": [
         "DistributedOptimizer",
-        "distributed.binding.ParameterBinding",
-        "distributed.compressed_optimizer.CompressedOptimizer",
-        "systems.optimizer.LocalStepsOptimizer",
+        "optimizers.binding.ParameterBinding",
+        "optimizers.compressed_optimizer.CompressedOptimizer",
+        "optimizers.local_steps.LocalStepsOptimizer",
     ],
     f"{ALL}.tensorflow": ["DistributedGradientTape", "binding.VariableBinding"],
     f"{ALL}.tensorflow.keras": ["DistributedOptimizer", "*OPTIMIZERS", "*SYSTEMS"],

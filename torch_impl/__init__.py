@@ -31,14 +31,14 @@ from hvd_compress.optimizers.outer import OuterSGD
 from .ddp import DDPState, ddp_hook
 from .ddp.fsdp import compress_replicas
 from .ddp.process_groups import engine_over
+from .ddp.shard_exchange import compress_shards
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
 from .replicas import is_group
-from .shards import compress_shards
 
 
 def _register(horovod_torch: Any) -> None:
-    from .distributed.registration import register
+    from .optimizers.registration import register
 
     register(horovod_torch, _engine)
 
@@ -92,7 +92,7 @@ if isinstance(_horovod, ImportError):
         """
         if method is None or options or not is_group(process_set):
             return rest_of(_horovod, "DistributedOptimizer", __name__, "PyTorch")
-        from .systems.optimizer import train_locally
+        from .optimizers.local_steps import train_locally
 
         named: dict[str, Any] = {"named_parameters": named_parameters, "process_set": process_set}
         return train_locally(_engine, optimizer, method, **named, seed=seed)
@@ -106,7 +106,7 @@ def __getattr__(name: str) -> Any:
             if name not in globals():
                 from hvd_compress.systems.codistiller import systems_over
 
-                from .systems.codistillation import TorchCodistiller
+                from .codistillation import TorchCodistiller
 
                 globals().update(systems_over(TorchCodistiller, _engine, __name__))
         return globals()[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,13 @@ def local(x: torch.Tensor) -> torch.Tensor:
     """Return what this rank has of a tensor: itself, or the shard of a ``DTensor``."""
     shard: torch.Tensor = x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
     return shard
+
+
+def moved(tree: Any, devices: Mapping[str, torch.device], device: Any = None) -> Any:
+    """Return the tree with its tensors on the devices of the parameters that they belong to."""
+    if isinstance(tree, Mapping):
+        return {key: moved(x, devices, devices.get(key, device)) for key, x in tree.items()}
+    return tree.to(device) if isinstance(tree, torch.Tensor) and device else tree
 
 
 def check_plain(x: torch.Tensor, name: str | None = None) -> None:

@@ -131,7 +131,6 @@ INNER = {
     *("auto", "integrations.exports", "integrations.mpi", "requests"),  # hvd_compress
     *("torch.optimizers", "backends", "fused", "kernels", "wire"),
     "torch.ddp",
-    "torch.shards",
     "torch.triton.loops",
     *("tensorflow.mpi.collectives", "tensorflow.mpi.training"),  # tensorflow.mpi
     *("mpi.process_sets", "torch.mpi.collectives"),  # torch.mpi

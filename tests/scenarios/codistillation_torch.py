@@ -9,7 +9,7 @@ import torch
 
 from hvd_compress.errors import ConfigError, MismatchError
 from hvd_compress.systems.distillation import target
-from hvd_compress.torch.systems.codistillation import LOSSES
+from hvd_compress.torch.codistillation import LOSSES
 from hvd_compress.wire.header import padded
 from tests.devices import DEVICE
 from tests.scenarios import applies, oracle

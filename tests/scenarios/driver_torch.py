@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvd_compress.errors import MismatchError
-from hvd_compress.torch.systems.codistillation import LOSSES as LOSSES
+from hvd_compress.torch.codistillation import LOSSES as LOSSES
 from tests.devices import DEVICE
 from tests.scenarios import oracle
 

@@ -178,7 +178,7 @@ def optimizers_that_were_dropped_have_no_communicators() -> None:
 @horovod_only
 def process_sets_that_cannot_be_made_are_errors() -> None:
     problem = ValueError("Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow adding process sets")
-    sets = "hvd_compress.torch.distributed.nodes._sets"
+    sets = "hvd_compress.torch.optimizers.nodes._sets"
     with (
         mock.patch(sets, {}),
         mock.patch("horovod.torch.add_process_set", side_effect=problem),

@@ -14,7 +14,7 @@ import torch
 
 from hvd_compress import Gather, Outcome, Sum
 from hvd_compress.torch import DGC, LGC, ConfigError, MismatchError, NoCompression, TopK
-from hvd_compress.torch.distributed.compressed_optimizer import _is_ready
+from hvd_compress.torch.optimizers.compressed_optimizer import _is_ready
 from hvd_compress.torch.state.checkpoint import broadcast, local_state_dict
 from tests.mutations import mutations, same
 from tests.scenarios import applies, horovod_only

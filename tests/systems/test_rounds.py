@@ -212,7 +212,7 @@ def test_nan_in_all_fragments_is_lost_at_once(delay, mix):
 def test_momentum_that_is_nan_is_lost_with_its_round(make):
     """Or all later rounds would be lost, too."""
     torch = pytest.importorskip("torch")
-    from hvd_compress.torch.systems.optimizer import train_locally
+    from hvd_compress.torch.optimizers.local_steps import train_locally
 
     p = torch.nn.Parameter(torch.ones(3))
     options = {"momentum": 0.9} if make == "SGD" else {"weight_decay": 0.0}

@@ -20,8 +20,8 @@ import hvd_compress.torch as hvd
 from hvd_compress.codecs import float8, linear
 from hvd_compress.errors import CollectiveTimeout
 from hvd_compress.torch.ddp import lost_ranks
+from hvd_compress.torch.ddp import shard_hops as hops
 from hvd_compress.torch.ddp.fsdp import ShardedParameter
-from hvd_compress.torch.shards import hops
 from tests import jobs, shards_worker
 
 RANKS = 4
@@ -120,7 +120,7 @@ def steady_step(**options):
 @pytest.mark.parametrize("options", [{}, {"parameters": "linear"}, {"residual": None}], ids=str)
 def test_launches_do_not_grow_with_the_ranks_and_the_host_waits_for_nothing(options, monkeypatch):
     monkeypatch.setattr(hops, "agree", None, raising=False)
-    monkeypatch.setattr("hvd_compress.torch.shards.exchange.agree", lambda *_: None)
+    monkeypatch.setattr("hvd_compress.torch.ddp.shard_exchange.agree", lambda *_: None)
     found = []
     for ranks in (16, 64):
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())

@@ -30,7 +30,7 @@ from hvd_compress.operators.at_random import own_generator
 from hvd_compress.reduce import Reducer
 from hvd_compress.torch import backend
 from hvd_compress.torch.ddp.fsdp import ShardedParameter
-from hvd_compress.torch.shards.hops import Hop
+from hvd_compress.torch.ddp.shard_hops import Hop
 from hvd_compress.torch.triton import loops, low_rank
 from hvd_compress.torch.triton.codecs import Codes
 from tests.torch_impl.triton_codec_laws import BUCKETS, CODECS

@@ -1,4 +1,5 @@
-"""Hooks for modules of PyTorch: ``DistributedDataParallel`` and FSDP."""
+"""Hooks for modules of PyTorch, ``DistributedDataParallel`` and FSDP, and FSDP2's collectives of
+shards."""
 
 from .hook import DDPState, ddp_hook
 

@@ -23,13 +23,13 @@ from hvd_compress.systems import TrainingMethod
 from hvd_compress.systems.base import train_by_method
 from hvd_compress.systems.codistiller import systems_over
 
-from ..distributed.compressed_optimizer import CompressedOptimizer
-from ..distributed.distributed_optimizer import distribute
-from ..distributed.nodes import node_in
-from ..distributed.registration import watch_grad_scaler
+from ..codistillation import TorchCodistiller
+from ..optimizers.compressed_optimizer import CompressedOptimizer
+from ..optimizers.distributed_optimizer import distribute
+from ..optimizers.local_steps import LocalStepsOptimizer, broadcast_training_state, train_locally
+from ..optimizers.nodes import node_in
+from ..optimizers.registration import watch_grad_scaler
 from ..state import checkpoint
-from ..systems.codistillation import TorchCodistiller
-from ..systems.optimizer import LocalStepsOptimizer, broadcast_training_state, train_locally
 from . import collectives
 from .collectives import Average, Compression, bytes_of, put_bytes
 

@@ -16,8 +16,8 @@ from hvd_compress.mpi.process_sets import global_process_set
 from hvd_compress.systems.base import Arrays
 from hvd_compress.systems.servers import mpi as servers
 
+from ..optimizers.local_steps import is_distributed
 from ..parameters import Parameter, check_model, names_of_parameters
-from ..systems.optimizer import is_distributed
 
 
 class ServedModel(servers.Serving):

@@ -1,4 +1,5 @@
-"""Optimizers and helpers for large batches; formulas: :mod:`hvd_compress.optimizers`."""
+"""``DistributedOptimizer``, optimizers with local steps, and those of
+:mod:`hvd_compress.optimizers`."""
 
 from .plain import LAMB, LARS, OneBitAdam, OneBitLAMB
 from .sharpness import SAM

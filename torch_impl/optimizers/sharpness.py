@@ -1,4 +1,4 @@
-"""SAM for PyTorch; its formula: ``optimizers/sharpness.py``."""
+"""SAM for PyTorch; its formula: ``hvd_compress/optimizers/sharpness.py``."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from hvd_compress.reduce.nodes import Node
 from ..engine import gather_bytes
 from ..parameters import Groups, Parameter, check_groups, names_of_parameters
 from ..state.momentum import check_group, check_sparse_step
-from ..systems.optimizer import check_users, train_locally
 from .binding import ParameterBinding
 from .compressed_optimizer import CompressedOptimizer
+from .local_steps import check_users, train_locally
 from .nodes import check_options, over_horovod
 
 

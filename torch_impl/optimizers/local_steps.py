@@ -14,12 +14,6 @@ from hvd_compress.errors import CompressionError, ConfigError, UnsupportedError
 from hvd_compress.reduce.state_file import refused
 
 from ..ddp.process_groups import ReplicaEngine
-from ..distributed.compressed_optimizer import (
-    CompressedOptimizer,
-    refuse_copies,
-    retire_others,
-    take_over,
-)
 from ..eager import run_eagerly
 from ..parameters import (
     Parameter,
@@ -27,12 +21,14 @@ from ..parameters import (
     check_param_group,
     check_trained,
     local,
+    moved,
     names_of_parameters,
     not_told,
 )
 from ..replicas import check_shards, is_group
 from ..state.checkpoint import BUFFERS, broadcast_tree
 from ..state.optimizer_host import check_closure, loss_of
+from .compressed_optimizer import CompressedOptimizer, refuse_copies, retire_others, take_over
 
 if TYPE_CHECKING:
     from hvd_compress.systems import Coordinator, TrainingMethod
@@ -273,13 +269,6 @@ def _replace(
             local(parameters[name]).copy_(x)
             changed[name] = parameters[name]
     return changed
-
-
-def moved(tree: Any, devices: Mapping[str, torch.device], device: Any = None) -> Any:
-    """Return the tree with its tensors on the devices of the parameters that they belong to."""
-    if isinstance(tree, Mapping):
-        return {key: moved(x, devices, devices.get(key, device)) for key, x in tree.items()}
-    return tree.to(device) if isinstance(tree, torch.Tensor) and device else tree
 
 
 def train_locally(

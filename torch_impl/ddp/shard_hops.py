@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from hvd_compress.codecs import Codec
 
-from ..ddp.fsdp import ShardedParameter
-from ..ddp.lost_ranks import naming_lost_ranks
-from ..ddp.process_groups import reduce_scatter
-from .rows import RowLayout
+from .fsdp import ShardedParameter
+from .lost_ranks import naming_lost_ranks
+from .process_groups import reduce_scatter
+from .shard_rows import RowLayout
 
 
 class Hop:
@@ -26,7 +26,7 @@ class Hop:
         h = g + (1 - beta) r
         r = beta r + h - sent
 
-    It has eight bits per element and a scale for 512 of them (``RESIDUAL`` of ``rows.py``).
+    It has eight bits per element and a scale for 512 of them (``RESIDUAL`` of ``shard_rows.py``).
 
     Args:
         parts, codec, wire: see :meth:`RowLayout.of`.

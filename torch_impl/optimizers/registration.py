@@ -27,9 +27,9 @@ from hvd_compress.integrations.horovod import checked_join, take_stateless
 from ..amp import this_thread, watch_scale
 from ..engine import HorovodEngine
 from ..state import checkpoint
-from ..systems.optimizer import LocalStepsOptimizer, broadcast_training_state
 from .compressed_optimizer import CompressedOptimizer, bound_optimizers
 from .distributed_optimizer import wrap_factory
+from .local_steps import LocalStepsOptimizer, broadcast_training_state
 
 
 def register(hvd: Any, engine_of: Callable[[Any], Engine]) -> None:

@@ -14,8 +14,8 @@ from hvd_compress.errors import ConfigError
 from hvd_compress.systems.distillation import Functions, losses_over, target
 from hvd_compress.systems.teachers import Codistillation, Codistiller
 
-from .. import backend
-from .optimizer import moved
+from . import backend
+from .parameters import moved
 
 
 def _class_dim(z: torch.Tensor) -> int:

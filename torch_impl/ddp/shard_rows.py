@@ -12,13 +12,13 @@ import torch
 from hvd_compress.codecs import Codec, linear
 from hvd_compress.errors import UnsupportedError
 
-from ..ddp.fsdp import ShardedParameter
-from .runs import Runs, runs_of
+from .fsdp import ShardedParameter
+from .shard_runs import Runs, runs_of
 
 _FLOAT32 = np.dtype(np.float32)
 #: of a row: 0, or NaN if what is coded in it was not finite (float32)
 HEADER = 4
-#: of residuals, see :class:`hvd_compress.torch.shards.hops.Hop`
+#: of residuals, see :class:`hvd_compress.torch.ddp.shard_hops.Hop`
 RESIDUAL = linear(bits=8, column=512)
 
 

@@ -2,7 +2,7 @@
 
 ``fully_shard`` gathers the parameters of a module before it is used, and sums up its gradients, a
 shard on each rank.  PyTorch lets both be replaced, by ``FSDPModule.set_custom_reduce_scatter`` and
-``set_custom_all_gather``; the objects that stand there are in :mod:`.collectives`.
+``set_custom_all_gather``; the objects that stand there are in :mod:`.shard_collectives`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hvd_compress.reduce.state_file import entry, refused, whole
 from hvd_compress.stats import Stats
 
 from ..amp import NO_SCALE, refuse_scale, running_scale
-from ..ddp.fsdp import ShardedParameter, groups_of, names_of, sharded_modules, trained_of
-from ..ddp.lost_ranks import meet
-from ..ddp.nodes import NodeGroups, check_nodes, nodes_of, text_of
 from ..parameters import is_sharded
 from ..replicas import agree, group_of
-from .collectives import AllGather, ReduceScatter, Way
+from .fsdp import ShardedParameter, groups_of, names_of, sharded_modules, trained_of
+from .lost_ranks import meet
+from .nodes import NodeGroups, check_nodes, nodes_of, text_of
+from .shard_collectives import AllGather, ReduceScatter, Way
 
 #: how to shard a model for compressed shards
 HOW = "call fully_shard for each layer and for the model, then hvd.compress_shards(model, 'linear')"

@@ -16,12 +16,12 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.stats import Record
 
 from ..amp import current_pass
-from ..ddp.fsdp import ShardedParameter, check_complete, trained_of
-from ..ddp.lost_ranks import naming_lost_ranks
-from ..ddp.nodes import NodeGroups
-from ..ddp.process_groups import all_gather
-from .hops import Hop
-from .rows import RowLayout, check_wire
+from .fsdp import ShardedParameter, check_complete, trained_of
+from .lost_ranks import naming_lost_ranks
+from .nodes import NodeGroups
+from .process_groups import all_gather
+from .shard_hops import Hop
+from .shard_rows import RowLayout, check_wire
 
 
 class Way(NamedTuple):

@@ -1,1 +1,0 @@
-"""``DistributedOptimizer`` over Horovod, and what it registers with Horovod."""
