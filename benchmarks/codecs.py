@@ -25,8 +25,8 @@ import numpy as np
 
 from hvd_compress import Context, codecs
 from hvd_compress.cli.options import parser_of
+from hvd_compress.codecs.at_random import own_generator
 from hvd_compress.kernels import codecs as loops
-from hvd_compress.operators.at_random import own_generator
 
 parser = parser_of(__doc__)
 parser.add_argument("--elements", type=int, default=25_500_000)

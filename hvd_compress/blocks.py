@@ -21,18 +21,16 @@ The meaning of ``density``, ``momentum``, "State", "Sent" and ``World`` stands o
 :mod:`hvd_compress.methods`.
 """
 
-from hvd_compress import codecs, meetings, operators, transforms
+from hvd_compress import codecs, meetings, transforms
 from hvd_compress.base import Coding, Decoded, Encoded
 from hvd_compress.chain import Aggregator, Chain, Transform, chain
 from hvd_compress.codecs import *  # noqa: F403
 from hvd_compress.meetings import *  # noqa: F403, each of these has a list of its own
-from hvd_compress.operators import *  # noqa: F403
 from hvd_compress.transforms import *  # noqa: F403
 
 __all__ = ["Aggregator", "Chain", "Coding", "Decoded", "Encoded", "Transform", "chain"]
 __all__ += meetings.__all__
 __all__ += codecs.__all__
-__all__ += operators.__all__
 __all__ += transforms.__all__
 
 __dir__ = __all__.copy

@@ -30,9 +30,9 @@ from hvd_compress.base import (
     Sparse,
     State,
 )
+from hvd_compress.codecs.selector import Classes
 from hvd_compress.config import Configurable, as_tuple, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
-from hvd_compress.operators.base import Classes
 from hvd_compress.requests import Request
 
 

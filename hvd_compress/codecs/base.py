@@ -8,11 +8,11 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from hvd_compress.codecs.selector import Classes
 from hvd_compress.config import Configurable
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.kernels import is_compiled
 from hvd_compress.kernels.codecs import Loops, all_finite, as_loops_take
-from hvd_compress.operators.base import Classes
 
 
 class Bound(NamedTuple):

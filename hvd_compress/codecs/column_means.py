@@ -9,11 +9,11 @@ import numpy as np
 
 from hvd_compress.codecs import runs
 from hvd_compress.codecs.runs import ByColumn
+from hvd_compress.codecs.selector import Classes
 from hvd_compress.config import checked
 from hvd_compress.kernels.bitpacking import full_bytes
 from hvd_compress.kernels.codecs import Halves
 from hvd_compress.kernels.reference import sums
-from hvd_compress.operators.base import Classes
 
 
 @dataclasses.dataclass(frozen=True)

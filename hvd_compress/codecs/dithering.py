@@ -14,10 +14,10 @@ import numpy as np
 
 from hvd_compress.codecs import runs
 from hvd_compress.codecs.runs import Scaled
+from hvd_compress.codecs.selector import Classes
 from hvd_compress.config import Check, checked, choice, numbers
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.codecs import Digits
-from hvd_compress.operators.base import Classes
 
 
 def levels_up_to(most: int) -> Check:

@@ -10,9 +10,9 @@ import numpy as np
 from hvd_compress.codecs import runs
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.runs import Scaled
+from hvd_compress.codecs.selector import IDENTITY, Classes
 from hvd_compress.config import checked, choice
 from hvd_compress.kernels.codecs import Digits
-from hvd_compress.operators.base import IDENTITY, Classes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ import math
 import numpy as np
 
 from hvd_compress.codecs.runs import ByColumn, Scaled, check_column
+from hvd_compress.codecs.selector import Classes
 from hvd_compress.config import checked, choice
 from hvd_compress.kernels.codecs import Digits
-from hvd_compress.operators.base import Classes
 
 
 @dataclasses.dataclass(frozen=True)

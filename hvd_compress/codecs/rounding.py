@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.codecs.base import Codec
+from hvd_compress.codecs.selector import Classes
 from hvd_compress.config import (
     as_tuple,
     checked,
@@ -23,7 +24,6 @@ from hvd_compress.config import (
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import digits_size, full_bytes, pack_digits, unpack_digits
 from hvd_compress.kernels.codecs import Natural
-from hvd_compress.operators.base import Classes
 
 
 @dataclasses.dataclass(frozen=True)

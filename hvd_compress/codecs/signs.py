@@ -9,11 +9,11 @@ import functools
 import numpy as np
 
 from hvd_compress.codecs.base import Classes, Codec
+from hvd_compress.codecs.threshold import check_tau
 from hvd_compress.config import checked, choice
 from hvd_compress.errors import ConfigError
 from hvd_compress.kernels.bitpacking import full_bytes
 from hvd_compress.kernels.codecs import Signs, drawn_zeros, total
-from hvd_compress.operators.threshold import check_tau
 
 
 class Bits(Codec):

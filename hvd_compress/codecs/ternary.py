@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.codecs.runs import Scaled
+from hvd_compress.codecs.selector import Classes
 from hvd_compress.config import checked, numbers
 from hvd_compress.kernels.codecs import Digits, Loops, total
-from hvd_compress.operators.base import Classes
 
 
 @dataclasses.dataclass(frozen=True)

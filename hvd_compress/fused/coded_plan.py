@@ -17,11 +17,11 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Spec
 from hvd_compress.codecs import Codec
+from hvd_compress.codecs.at_random import own_generator
 from hvd_compress.fused.in_place import Arrays
 from hvd_compress.fused.on_device import gathered, scattered
 from hvd_compress.fused.stages import StagedPlan
 from hvd_compress.kernels import loops_of
-from hvd_compress.operators.at_random import own_generator
 from hvd_compress.requests import Request
 from hvd_compress.sharding import shards_of
 from hvd_compress.times import begin_phase

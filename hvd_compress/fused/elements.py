@@ -21,7 +21,8 @@ import numpy as np
 
 from hvd_compress.backends import numpy
 from hvd_compress.base import Context, Sparse, Spec
-from hvd_compress.codecs import logarithmic
+from hvd_compress.codecs import Selector, logarithmic, top_k
+from hvd_compress.codecs.at_random import random_k, shared_generator
 from hvd_compress.fused.in_place import Arrays
 from hvd_compress.fused.stages import StagedForm, StagedPlan
 from hvd_compress.fused.top_k import (
@@ -34,8 +35,6 @@ from hvd_compress.fused.top_k import (
 )
 from hvd_compress.kernels import Column, Steps, TopKSelection
 from hvd_compress.kernels.codecs import all_finite
-from hvd_compress.operators import Selector, top_k
-from hvd_compress.operators.at_random import random_k, shared_generator
 from hvd_compress.requests import Request, Sum
 from hvd_compress.times import begin_phase
 

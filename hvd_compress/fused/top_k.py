@@ -25,7 +25,7 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Place, Sparse, Spec, State
-from hvd_compress.codecs import logarithmic
+from hvd_compress.codecs import Selector, logarithmic, top_k
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.fused.in_place import (
     Arrays,
@@ -37,7 +37,6 @@ from hvd_compress.fused.in_place import (
 )
 from hvd_compress.fused.on_device import gathered
 from hvd_compress.kernels import Column, Steps, TopKSelection, add_up, loops, loops_of
-from hvd_compress.operators import Selector, top_k
 from hvd_compress.requests import Gather, Request
 from hvd_compress.times import begin_phase
 from hvd_compress.transforms import momentum_correction

@@ -209,7 +209,7 @@ def all_finite(x: np.ndarray) -> bool:
 
 def draw(random: np.random.Generator, out: np.ndarray) -> None:
     """Fill ``out`` (1-D, float32) as ``random.random(out=out, dtype=np.float32)`` does, for
-    benchmarks; ``random`` is that of :mod:`hvd_compress.operators.at_random`."""
+    benchmarks; ``random`` is that of :mod:`hvd_compress.codecs.at_random`."""
     drawn = draws_of(random, out.size)
     if isinstance(drawn, np.ndarray):
         out[:] = drawn
@@ -233,7 +233,7 @@ def draws_of(random: np.random.Generator, n: int) -> Any:
 
 
 def place_of(random: np.random.Generator) -> tuple[list[int], list[int], int] | None:
-    """Return the place in the stream of a generator of :mod:`~hvd_compress.operators.at_random`
+    """Return the place in the stream of a generator of :mod:`~hvd_compress.codecs.at_random`
     where the next number of half a word begins.
 
     It is the key, the counter, and the halves of words that are drawn of its block.  ``None`` for
@@ -272,7 +272,7 @@ def move(random: np.random.Generator, place: tuple[list[int], list[int], int], n
 
 
 def words_of(random: np.random.Generator) -> tuple[list[int], list[int], int]:
-    """Return the place from which ``random``, of :mod:`hvd_compress.operators.at_random`, draws
+    """Return the place from which ``random``, of :mod:`hvd_compress.codecs.at_random`, draws
     its next whole word; see :func:`place_of`."""
     state: dict[str, Any] = dict(random.bit_generator.state)
     key, counter = (state["state"][name].tolist() for name in ("key", "counter"))

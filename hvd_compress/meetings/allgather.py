@@ -12,7 +12,8 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Encoded, Form, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregation, Aggregator, Transform
-from hvd_compress.codecs import Codec, logarithmic
+from hvd_compress.codecs import Codec, Selector, logarithmic, random_k, top_k
+from hvd_compress.codecs.selector import Classes
 from hvd_compress.config import choice, converted
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedCodes, FusedElements, FusedTopK, dense_is_less
@@ -20,8 +21,6 @@ from hvd_compress.meetings.averaging import gathered, summed, summed_densely, wh
 from hvd_compress.meetings.codes import codes
 from hvd_compress.meetings.elements import as_values, elements
 from hvd_compress.meetings.sparse_vectors import add_up
-from hvd_compress.operators import Selector, random_k, top_k
-from hvd_compress.operators.base import Classes
 from hvd_compress.requests import SparseSum
 from hvd_compress.requests.algorithms import SPARSE_SUMS
 from hvd_compress.transforms import error_feedback, momentum_correction

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Form, State
 from hvd_compress.chain import Aggregated, Aggregation, Aggregator, Transform
+from hvd_compress.codecs import random_k
+from hvd_compress.codecs.selector import IDENTITY, Classes
 from hvd_compress.config import choice
 from hvd_compress.fused import FusedDrawn, FusedSum
 from hvd_compress.meetings.averaging import summed, whole
 from hvd_compress.meetings.drawn import drawn
-from hvd_compress.operators import random_k
-from hvd_compress.operators.base import IDENTITY, Classes
 from hvd_compress.requests import Sum
 from hvd_compress.requests.algorithms import SUMS
 from hvd_compress.transforms import momentum_after_averaging

@@ -11,11 +11,11 @@ from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, State
 from hvd_compress.chain import Aggregated, Aggregation, Aggregator, Transform
 from hvd_compress.codecs import Codec
+from hvd_compress.codecs.at_random import own_generator
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
 from hvd_compress.errors import ConfigError
 from hvd_compress.fused import FusedCodes
 from hvd_compress.meetings.codes import codes
-from hvd_compress.operators.at_random import own_generator
 from hvd_compress.requests import Alltoall, Gather
 from hvd_compress.sharding import shards_of
 

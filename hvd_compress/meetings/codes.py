@@ -9,10 +9,10 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Encoded, State
 from hvd_compress.codecs import Codec
+from hvd_compress.codecs.at_random import own_generator
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.errors import ConfigError
 from hvd_compress.meetings.averaging import Added
-from hvd_compress.operators.at_random import own_generator
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Encoded, Sparse, State
 from hvd_compress.chain import Aggregation, Aggregator
+from hvd_compress.codecs.at_random import own_generator, random_k, shared_generator
+from hvd_compress.codecs.selector import Classes
 from hvd_compress.config import choice
 from hvd_compress.meetings.averaging import Added, gathered, packed, summed, summed_densely, whole
-from hvd_compress.operators.at_random import own_generator, random_k, shared_generator
-from hvd_compress.operators.base import Classes
 from hvd_compress.wire.frame import decode_dense
 
 

@@ -10,12 +10,11 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, Sparse, State
-from hvd_compress.codecs import Codec, logarithmic
+from hvd_compress.codecs import Codec, Selector, logarithmic
+from hvd_compress.codecs.at_random import own_generator
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.config import check_choice, choice, converted
 from hvd_compress.errors import ConfigError
-from hvd_compress.operators import Selector
-from hvd_compress.operators.at_random import own_generator
 from hvd_compress.wire import (
     decode,
     decode_sparse,

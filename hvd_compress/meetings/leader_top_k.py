@@ -12,6 +12,8 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregation, Aggregator
+from hvd_compress.codecs import top_k
+from hvd_compress.codecs.at_random import own_generator
 from hvd_compress.codecs.base import Codec
 from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
@@ -19,8 +21,6 @@ from hvd_compress.config import converted
 from hvd_compress.errors import PayloadError
 from hvd_compress.meetings.averaging import summed, whole
 from hvd_compress.meetings.elements import elements
-from hvd_compress.operators import top_k
-from hvd_compress.operators.at_random import own_generator
 from hvd_compress.requests import Gather, Request, Sum
 from hvd_compress.schedules import Density, as_density
 from hvd_compress.wire.frame import index_dtype

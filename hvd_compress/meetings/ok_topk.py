@@ -13,10 +13,10 @@ from hvd_compress.backends import backend_of
 from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregation, Aggregator
+from hvd_compress.codecs import top_k
 from hvd_compress.config import checked, choice, converted, numbers
 from hvd_compress.meetings.averaging import summed
 from hvd_compress.meetings.sparse_vectors import add_up, contains, join, largest, pick
-from hvd_compress.operators import top_k
 from hvd_compress.requests import Alltoall, Gather, Request, Sum
 from hvd_compress.requests.sparse import cut
 from hvd_compress.schedules import Density, as_density

@@ -12,6 +12,7 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Coding, Context, Decoded, Encoded, State
 from hvd_compress.chain import Aggregated, Aggregation, Aggregator, Transform
+from hvd_compress.codecs.at_random import shared_generator
 from hvd_compress.config import checked, choice, numbers
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.fused import FusedLowRank
@@ -26,7 +27,6 @@ from hvd_compress.meetings.factors import (
     rows_by_qr,
     without_zeros,
 )
-from hvd_compress.operators.at_random import shared_generator
 from hvd_compress.requests import Batch, Request, Sum
 
 #: matrices of so many elements gain more from being multiplied together than copying them costs

@@ -14,9 +14,9 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Context, Sparse
+from hvd_compress.codecs import top_k
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.kernels import is_compiled, loops
-from hvd_compress.operators import top_k
 from hvd_compress.wire.frame import DTYPES
 
 Vector = Sparse | np.ndarray

@@ -7,7 +7,7 @@ import functools
 import math
 from typing import Any
 
-from hvd_compress import codecs, operators
+from hvd_compress import codecs
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
 from hvd_compress.chain import Chain, Transform, chain
@@ -117,5 +117,5 @@ class DGC(OfVelocities, name="dgc"):
         return chain(*self.accumulated(self.masking), via=via)
 
     @functools.cached_property
-    def _select(self) -> operators.top_k:
-        return operators.top_k(self.density)
+    def _select(self) -> codecs.top_k:
+        return codecs.top_k(self.density)

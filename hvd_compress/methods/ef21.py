@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from hvd_compress import operators
+from hvd_compress import codecs
 from hvd_compress.chain import Chain, Transform, chain
 from hvd_compress.codecs import Codec
 from hvd_compress.config import checked, converted, numbers
@@ -53,6 +53,6 @@ class EF21(Chained, name="ef21"):
 
     @functools.cached_property
     def blocks(self) -> Chain:
-        via = allgather(operators.top_k(self.density), self.values, indices=self.indices)
+        via = allgather(codecs.top_k(self.density), self.values, indices=self.indices)
         average: tuple[Transform, ...] = (smoothing(self.average),) if self.average else ()
         return chain(*average, ef21(), via=dense_until(self.start, via))

@@ -13,6 +13,7 @@ from hvd_compress.base import Array
 from hvd_compress.chain import Aggregated
 from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded
+from hvd_compress.codecs.top_k import count
 from hvd_compress.config import check_fraction, checked, numbers
 from hvd_compress.meetings.leader_top_k import joined
 from hvd_compress.methods import lgc_numpy_network as numpy_network
@@ -26,7 +27,6 @@ from hvd_compress.methods.lgc_learning import (
     selected,
 )
 from hvd_compress.methods.lgc_network import network_of
-from hvd_compress.operators.top_k import count
 from hvd_compress.requests import Gather, Request, Sum
 from hvd_compress.wire import decode_sparse, encode_sparse, sparse_size
 

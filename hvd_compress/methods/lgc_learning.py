@@ -17,15 +17,15 @@ import numpy as np
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context, Sparse, State
 from hvd_compress.chain import Aggregated, Aggregation, Aggregator
+from hvd_compress.codecs import top_k
 from hvd_compress.codecs.floats import plain
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_coded
+from hvd_compress.codecs.top_k import count
 from hvd_compress.config import check_fraction, checked, converted
 from hvd_compress.errors import ConfigError, PoorFit
 from hvd_compress.meetings.leader_top_k import LeaderSelection, joined, leaders_choice
 from hvd_compress.methods.lgc_layout import LEAST, first_weights
 from hvd_compress.methods.lgc_network import network_of
-from hvd_compress.operators import top_k
-from hvd_compress.operators.top_k import count
 from hvd_compress.requests import Gather, Joint, Request, Sum
 from hvd_compress.schedules import After, Start, as_start, started
 

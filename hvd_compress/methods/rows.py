@@ -37,9 +37,9 @@ from hvd_compress.base import Array, Compressor, Context, State
 from hvd_compress.chain import in_range
 from hvd_compress.codecs import Codec, float8, linear
 from hvd_compress.codecs.frame import decode_coded, encode_sent
+from hvd_compress.codecs.top_k import count
 from hvd_compress.config import check_fraction
 from hvd_compress.errors import ConfigError
-from hvd_compress.operators.top_k import count
 from hvd_compress.requests import Gather, Request
 from hvd_compress.requests.dense import itemsize
 from hvd_compress.wire.rows import decode_rows, encode_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from hvd_compress import codecs, meetings, operators
+from hvd_compress import codecs, meetings
 from hvd_compress.chain import Chain, chain
 from hvd_compress.config import choice, converted
 from hvd_compress.meetings import allgather, allreduce, gather_drawn, leader_top_k
@@ -52,7 +52,7 @@ class TopK(Chained, name="topk"):
 
     @functools.cached_property
     def blocks(self) -> Chain:
-        via = allgather(operators.top_k(self.density), self.values, self.algorithm, self.indices)
+        via = allgather(codecs.top_k(self.density), self.values, self.algorithm, self.indices)
         return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)
 
 
@@ -89,7 +89,7 @@ class Threshold(Chained, name="threshold"):
     @functools.cached_property
     def blocks(self) -> Chain:
         values = codecs.plus_minus(self.tau) if self.send == "sign" else "float32"
-        select = operators.threshold(self.tau)
+        select = codecs.threshold(self.tau)
         return chain(error_feedback(), via=allgather(select, values, indices=self.indices))
 
 
@@ -130,7 +130,7 @@ class RandomK(Chained, name="randomk"):
     @functools.cached_property
     def blocks(self) -> Chain:
         aggregate = allreduce if self.shared else gather_drawn
-        select = operators.random_k(self.density)
+        select = codecs.random_k(self.density)
         via = aggregate(wire=self.wire, select=select, unbiased=not self.error_feedback)
         return chain(error_feedback(), via=via) if self.error_feedback else chain(via=via)
 

@@ -1,5 +1,5 @@
 """Theory from the constants of an operator: the step sizes of EF21 and of error feedback, and what
-top-k keeps of random inputs.  :class:`hvd_compress.operators.base.Classes` has the constants.
+top-k keeps of random inputs.  :class:`hvd_compress.codecs.selector.Classes` has the constants.
 """
 
 from __future__ import annotations

@@ -6,11 +6,10 @@ import dataclasses
 
 from hvd_compress.base import Compressor
 from hvd_compress.chain import chain
-from hvd_compress.codecs import Codec
+from hvd_compress.codecs import Codec, top_k
 from hvd_compress.config import check_between, converted
 from hvd_compress.meetings import allgather
 from hvd_compress.meetings.elements import as_values
-from hvd_compress.operators import top_k
 from hvd_compress.optimizers.outer import OuterSGD
 from hvd_compress.schedules import Density
 from hvd_compress.systems.local_steps import Rounds

@@ -6,11 +6,10 @@ import pytest
 from hvd_compress import DGC, Context, PowerSGD, UnsupportedError
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Sparse
-from hvd_compress.codecs import linear, uniform_dithering
+from hvd_compress.codecs import linear, random_k, threshold, top_k, uniform_dithering
 from hvd_compress.engines.lockstep import run
 from hvd_compress.errors import PayloadError
 from hvd_compress.meetings import codes, drawn, elements, power_sgd, whole
-from hvd_compress.operators import random_k, threshold, top_k
 from tests.method_table import ROWS
 
 SHAPE = (12, 10)

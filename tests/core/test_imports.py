@@ -50,7 +50,7 @@ def test_the_core_is_found():
         "hvd_compress.base",
         "hvd_compress.engines.lockstep",
         "hvd_compress.methods.dgc",
-        "hvd_compress.operators.top_k",
+        "hvd_compress.codecs.top_k",
         "hvd_compress.testing",
         "hvd_compress.wire.frame",
     } <= set(modules())

@@ -127,7 +127,7 @@ def test_every_public_name_has_a_description(api):
 
 #: modules with a list that are for the rest of the package, or whose names have another home
 INNER = {
-    *("meetings", "codecs", "operators", "transforms"),  # hvd_compress.blocks
+    *("meetings", "codecs", "transforms"),  # hvd_compress.blocks
     *("auto", "integrations.exports", "integrations.mpi", "requests"),  # hvd_compress
     *("torch.optimizers", "backends", "fused", "kernels", "wire"),
     "torch.ddp",

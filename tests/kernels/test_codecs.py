@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hvd_compress import Context, codecs, kernels
 from hvd_compress.codecs import base, plus_minus
+from hvd_compress.codecs.at_random import own_generator
 from hvd_compress.kernels import codecs as loops
 from hvd_compress.kernels import reference
-from hvd_compress.operators.at_random import own_generator
 from tests.kernels.test_kernels import unaligned
 
 CODECS = [

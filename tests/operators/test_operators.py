@@ -22,10 +22,10 @@ from hvd_compress import (
 from hvd_compress.backends import backend_of
 from hvd_compress.backends import numpy as numpy_backend
 from hvd_compress.blocks import gather_drawn, random_k, top_k
+from hvd_compress.codecs.at_random import own_generator, shared_generator
+from hvd_compress.codecs.top_k import _SMALL
+from hvd_compress.codecs.top_k import count as top_k_count
 from hvd_compress.engines.lockstep import World
-from hvd_compress.operators.at_random import own_generator, shared_generator
-from hvd_compress.operators.top_k import _SMALL
-from hvd_compress.operators.top_k import count as top_k_count
 from hvd_compress.wire import encode_dense
 
 N = _SMALL + 4099  # large enough for the sampled search

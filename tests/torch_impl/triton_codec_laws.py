@@ -23,13 +23,13 @@ from hvd_compress import (
     codecs,
 )
 from hvd_compress.chain import Chain
+from hvd_compress.codecs.at_random import own_generator
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
 from hvd_compress.errors import PayloadError
 from hvd_compress.fused import coded_plan
 from hvd_compress.kernels import reference
 from hvd_compress.meetings import allgather, alltoall
-from hvd_compress.operators.at_random import own_generator
 from hvd_compress.reduce import Reducer
 from hvd_compress.transforms import (
     averaged_momentum,

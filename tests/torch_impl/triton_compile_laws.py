@@ -24,9 +24,9 @@ from triton.runtime import jit
 
 from hvd_compress import Context
 from hvd_compress.codecs import linear
+from hvd_compress.codecs.at_random import own_generator
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.kernels import Column
-from hvd_compress.operators.at_random import own_generator
 from hvd_compress.reduce import Reducer
 from hvd_compress.torch import backend
 from hvd_compress.torch.ddp.fsdp import ShardedParameter

@@ -10,8 +10,8 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
+from hvd_compress.codecs.selector import Selector
 from hvd_compress.config import checked, numbers
-from hvd_compress.operators.base import Selector
 
 check_tau = numbers("a positive number, for instance tau=0.01", lambda tau: 0 < tau < math.inf)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
+from hvd_compress.codecs.selector import Selector
 from hvd_compress.config import converted
-from hvd_compress.operators.base import Selector
 from hvd_compress.schedules import Density, as_density, density_at
 
 # Below this size ranking everything is as fast as sampling first.

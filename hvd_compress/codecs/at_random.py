@@ -11,9 +11,9 @@ import numpy as np
 
 from hvd_compress.backends import backend_of
 from hvd_compress.base import Array, Context
+from hvd_compress.codecs.selector import Classes
+from hvd_compress.codecs.top_k import DensitySelector
 from hvd_compress.config import converted
-from hvd_compress.operators.base import Classes
-from hvd_compress.operators.top_k import DensitySelector
 from hvd_compress.schedules import Density, as_density
 
 
