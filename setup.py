@@ -31,7 +31,6 @@ setup(
         "hvd_compress.torch.triton",
         "hvd_compress.tensorflow",
         "hvd_compress.tensorflow.keras",
-        "hvd_compress.tensorflow.keras.mpi",
         "hvd_compress.tensorflow.mpi",
     ],
     package_dir={"hvd_compress.torch": "torch_impl", "hvd_compress.tensorflow": "tf"},

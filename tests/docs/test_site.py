@@ -133,6 +133,7 @@ INNER = {
     "torch.ddp",
     "torch.triton.loops",
     *("tensorflow.mpi.collectives", "tensorflow.mpi.training"),  # tensorflow.mpi
+    "tensorflow.keras.mpi_callbacks",  # tensorflow.keras.mpi.callbacks
     *("mpi.process_sets", "torch.mpi.collectives"),  # torch.mpi
 }
 

@@ -13,6 +13,7 @@ then ``mpirun -np 16 python train.py``.  For Keras 3 on TensorFlow, and for tf_k
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from hvd_compress.integrations.exports import SYSTEMS
@@ -20,15 +21,17 @@ from hvd_compress.integrations.horovod import check_server
 from hvd_compress.integrations.mpi import missing
 from hvd_compress.optimizers.outer import OuterSGD
 
-from ... import keras as _keras
-from ... import mpi as _tensorflow
-from ...mpi import *  # noqa: F403
-from ...mpi.engine import runtime
-from ...mpi.training import PartialDistributedOptimizer
-from .. import OPTIMIZERS
-from ..models import loader
-from . import callbacks
+from .. import keras as _keras
+from .. import mpi as _tensorflow
+from ..mpi import *  # noqa: F403
+from ..mpi.engine import runtime
+from ..mpi.training import PartialDistributedOptimizer
+from . import OPTIMIZERS
+from . import mpi_callbacks as callbacks
+from .models import loader
 
+#: so that it can be imported by this name, as ``os.path`` can
+sys.modules[f"{__name__}.callbacks"] = callbacks
 load_model = loader(runtime, __name__)
 
 __all__ = [
