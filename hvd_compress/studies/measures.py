@@ -4,8 +4,10 @@ After Jiang, Neyshabur, Mobahi, Krishnan and Bengio, "Fantastic generalization m
 find them", 2019, arXiv 1912.02178, whose numbers of equations the formulas have.
 ``hvd_compress.torch.studies.measures`` takes them of models.
 
-Formulas use the size of weights and how much noise they stand.  m: examples to train on; omega:
-number of weights; sigma and alpha: how much noise, and how large an attack, the weights stand.
+Formulas use the size of weights and how much noise they stand.
+
+m: examples to train on; omega: number of weights; sigma and alpha: how much noise, and how large
+an attack, the weights stand.
 
 Statistics say how well the order of a measure is that of the generalisation gap.  ``settings`` are
 the hyper-parameters of the runs: one row per run, one column each.

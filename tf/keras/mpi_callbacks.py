@@ -19,7 +19,7 @@ __all__ = [
 
 
 def _over_mpi(callback: type) -> Any:
-    """Return the class of a callback with collectives over MPI in place of Horovod's."""
+    """Return the class of a callback with collectives over MPI instead of Horovod's."""
     own = {"_hvd": collectives, "__module__": __name__}
     return type(callback.__name__, (callback,), own)
 
