@@ -27,7 +27,6 @@ setup(
         "hvd_compress.torch.mpi",
         "hvd_compress.torch.optimizers",
         "hvd_compress.torch.state",
-        "hvd_compress.torch.studies",
         "hvd_compress.torch.triton",
         "hvd_compress.tensorflow",
         "hvd_compress.tensorflow.keras",

@@ -131,6 +131,7 @@ INNER = {
     *("auto", "integrations.exports", "integrations.mpi", "requests"),  # hvd_compress
     *("torch.optimizers", "backends", "fused", "kernels", "wire"),
     "torch.ddp",
+    "torch.measures",  # torch.studies.measures
     "torch.triton.loops",
     *("tensorflow.mpi.collectives", "tensorflow.mpi.training"),  # tensorflow.mpi
     "tensorflow.keras.mpi_callbacks",  # tensorflow.keras.mpi.callbacks
