@@ -36,7 +36,6 @@ setup(
     package_data={
         "hvd_compress": [
             "advisor/*.json",
-            "cli/*.json",
             "kernels/*.cpp",
             "kernels/*.h",
             "py.typed",

@@ -18,7 +18,7 @@ import numpy as np
 from hvd_compress.advisor import CANDIDATES, MODELS, choose, measured, step_of
 from hvd_compress.advisor.shapes import Shapes
 from hvd_compress.cli.options import parser_of
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 
 parser = parser_of(__doc__)
 parser.add_argument("--models", nargs="+", default=["mobilenet_v2", "small_transformer"])

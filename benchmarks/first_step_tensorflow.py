@@ -27,7 +27,7 @@ from turns import turns
 
 from hvd_compress.advisor.shapes import mobilenet_v2
 from hvd_compress.cli.options import parser_of
-from hvd_compress.integrations.launch import under_horovodrun
+from hvd_compress.launch import under_horovodrun
 
 METHODS = ["none", "fp16", "topk", "dgc", "onebit", "fp8", "powersgd:rank=2"]
 

@@ -17,7 +17,7 @@ import statistics
 from typing import Any
 
 from hvd_compress.cli.options import parser_of
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 
 parser = parser_of(__doc__)
 parser.add_argument("--ranks", type=int, default=4, help="when started without mpirun")

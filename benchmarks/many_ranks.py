@@ -16,7 +16,7 @@ import time
 
 from hvd_compress.cli.options import parser_of
 from hvd_compress.cli.tables import text_table
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 from hvd_compress.stats import human_bytes
 
 parser = parser_of(__doc__)

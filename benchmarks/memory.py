@@ -26,7 +26,7 @@ from tqdm import tqdm
 from turns import write_rows
 
 from hvd_compress.cli.options import parser_of
-from hvd_compress.integrations.launch import under_horovodrun
+from hvd_compress.launch import under_horovodrun
 from hvd_compress.methods import as_compressor, method_names
 
 COLUMNS = ("resident", "peak")

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.turns import turns, write_rows
 from hvd_compress.cli.options import parser_of, positive
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 
 #: the options of compress_shards and of fully_shard, by name
 WAYS: dict[str, tuple[dict[str, Any], bool]] = {

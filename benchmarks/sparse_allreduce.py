@@ -28,7 +28,7 @@ import numpy as np
 
 from hvd_compress.cli.options import parser_of
 from hvd_compress.cli.tables import text_table
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 
 parser = parser_of(__doc__)
 parser.add_argument("--elements", type=int, default=25_557_032)

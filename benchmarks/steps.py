@@ -49,7 +49,7 @@ from tqdm import tqdm
 from hvd_compress.advisor.shapes import MODELS
 from hvd_compress.cli.options import parser_of, picture_file
 from hvd_compress.errors import ConfigError
-from hvd_compress.integrations.launch import is_first, under_horovodrun
+from hvd_compress.launch import is_first, under_horovodrun
 
 CLUSTER = Path(__file__).resolve().parents[1] / "tests" / "cluster"
 

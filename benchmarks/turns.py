@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hvd_compress.integrations.launch import is_first
+from hvd_compress.launch import is_first
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:

@@ -33,7 +33,7 @@ from hvd_compress.blocks import (
     top_k,
 )
 from hvd_compress.cli.options import parser_of, positive
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 from hvd_compress.systems.graphs import l1
 from mpi_examples.data import digits
 from mpi_examples.models import accuracy, cnn

@@ -23,7 +23,7 @@ import numpy as np
 
 from hvd_compress.cli.options import parser_of, picture_file, positive
 from hvd_compress.cli.tables import text_table
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 
 ALGORITHMS = ("ring", "halving_doubling", "direct")
 ELEMENTS = 16  # of the vector, 8 bytes each

@@ -51,7 +51,7 @@ from hvd_compress.cli.tables import text_table
 from hvd_compress.codecs.selector import Classes
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.engines.lockstep import World
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 from hvd_compress.reduce import Reducer
 from hvd_compress.stats import human_bytes
 from hvd_compress.studies.step_sizes import FeedbackSteps, ef21_step_size, kept_by_top_k

@@ -27,7 +27,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from hvd_compress.cli.options import parser_of, picture_file, positive
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 from hvd_compress.studies import measures
 from hvd_compress.studies.measures import Scores
 from mpi_examples.data import digits

@@ -17,7 +17,7 @@ import time
 
 from hvd_compress.codecs import uniform_dithering
 from hvd_compress.errors import ConfigError
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 from hvd_compress.systems.graphs import ExactDiffusion, l1
 from mpi_examples.data import digits
 from mpi_examples.study import Run, each_run, milliseconds, percent, size, study_parser, table

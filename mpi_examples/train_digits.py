@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
-from hvd_compress.integrations.launch import under_horovodrun
+from hvd_compress.launch import under_horovodrun
 from mpi_examples.data import digits
 from mpi_examples.demo import compare, horovod_parser, parse
 from mpi_examples.models import accuracy, cnn

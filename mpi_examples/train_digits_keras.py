@@ -16,7 +16,7 @@ import time
 import numpy as np
 from tqdm import tqdm
 
-from hvd_compress.integrations.launch import under_horovodrun, under_mpirun
+from hvd_compress.launch import under_horovodrun, under_mpirun
 from mpi_examples.data import digits
 from mpi_examples.demo import compare, horovod_parser, parse, rate_of
 from mpi_examples.report import Run

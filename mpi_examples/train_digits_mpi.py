@@ -16,7 +16,7 @@ import zlib
 import numpy as np
 from tqdm import tqdm
 
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 from mpi_examples.data import digits, share
 from mpi_examples.demo import compare, parse, parser_of, rate_of
 from mpi_examples.report import Run

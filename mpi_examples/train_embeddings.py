@@ -19,7 +19,7 @@ import statistics
 
 from hvd_compress import NoCompression
 from hvd_compress.cli.options import positive
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 from mpi_examples.study import Run, each_run, size, spread, study_parser, table
 
 #: ways to send rows

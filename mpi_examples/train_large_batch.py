@@ -22,7 +22,7 @@ from typing import Any
 from hvd_compress import as_compressor
 from hvd_compress.cli.options import picture_file, positive
 from hvd_compress.errors import CompressionError
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 from mpi_examples.data import digits
 from mpi_examples.study import Run, each_run, first, percent, size, study_parser, table
 

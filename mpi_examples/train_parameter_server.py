@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from hvd_compress.cli.options import picture_file
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 from mpi_examples.data import digits, share
 from mpi_examples.study import Run, each_run, percent, size, study_parser, table
 

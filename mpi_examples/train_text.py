@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional
 from tqdm import tqdm
 
-from hvd_compress.integrations.launch import under_horovodrun
+from hvd_compress.launch import under_horovodrun
 from mpi_examples.data import (
     Corpus,
     columns,

@@ -19,15 +19,15 @@ import tensorflow as tf
 from hvd_compress.base import Compressor
 from hvd_compress.chain import chain
 from hvd_compress.errors import ConfigError, NeedsTuning, UnsupportedError
-from hvd_compress.integrations.optimizers import (
+from hvd_compress.integrations.options import HorovodOptions
+from hvd_compress.meetings import allreduce
+from hvd_compress.methods.optimizers import (
     another_kind,
     check_one_momentum,
     moved,
     too_coarse,
     velocity_of_one,
 )
-from hvd_compress.integrations.options import HorovodOptions
-from hvd_compress.meetings import allreduce
 from hvd_compress.transforms import momentum_after_averaging
 
 from .binding import VariableBinding

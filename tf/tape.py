@@ -16,9 +16,9 @@ import tensorflow as tf
 from hvd_compress.errors import ConfigError, UnsupportedError
 from hvd_compress.integrations import horovod as drop_in
 from hvd_compress.integrations.horovod import hand_on, in_place_of, refuse_nodes, with_options
-from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.integrations.options import HorovodOptions
 from hvd_compress.methods import BF16, FP16, NoCompression
+from hvd_compress.methods.optimizers import check_partner
 from hvd_compress.methods.rows import keeps_residual
 from hvd_compress.methods.texts import as_fixed
 

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hvd_compress.cli.tables import text_table
-from hvd_compress.integrations.launch import under_mpirun
+from hvd_compress.launch import under_mpirun
 
 #: bytes by which memory may grow: pages that the C library keeps, in some order
 ALLOWED = 3 * 2**20

@@ -16,9 +16,9 @@ from typing import Any
 
 from hvd_compress import __version__
 from hvd_compress.advisor import MODELS, OPTIMIZERS
+from hvd_compress.advisor.costs import RANKS, SHAPE, costs_of_defaults
 from hvd_compress.base import Compressor
 from hvd_compress.cli.advise import advise, bandwidth, duration
-from hvd_compress.cli.costs import RANKS, SHAPE, costs_of_defaults
 from hvd_compress.cli.doctor import WANTED, doctor
 from hvd_compress.cli.options import picture_file, positive
 from hvd_compress.cli.stragglers import stragglers

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from hvd_compress.integrations.launch import is_first
+from hvd_compress.launch import is_first
 
 #: of files that can be drawn to
 ENDINGS = (".png", ".svg", ".pdf", ".jpg")

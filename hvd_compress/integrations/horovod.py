@@ -19,7 +19,7 @@ from hvd_compress import blocks
 from hvd_compress.base import Compressor
 from hvd_compress.errors import SetupError, UnsupportedError
 from hvd_compress.integrations.environment import Gather, chosen, compare, is_named
-from hvd_compress.integrations.launch import finding_mpi, starting_mpi
+from hvd_compress.launch import finding_mpi, starting_mpi
 from hvd_compress.methods import FP16, NoCompression, as_compressor
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from hvd_compress.integrations.launch import finding_mpi
+from hvd_compress.launch import finding_mpi
 
 try:
     with finding_mpi():

@@ -43,8 +43,8 @@ from hvd_compress.engines.joining import (
 )
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import CompressionError, ConfigError, UnsupportedError
-from hvd_compress.integrations.optimizers import check_one_momentum
 from hvd_compress.methods import as_compressor
+from hvd_compress.methods.optimizers import check_one_momentum
 from hvd_compress.reduce.buckets import BUCKET_BYTES, Buckets, label_of
 from hvd_compress.reduce.choice import Choice
 from hvd_compress.reduce.common_states import CommonStates

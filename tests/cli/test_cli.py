@@ -17,11 +17,10 @@ import numpy
 import pytest
 
 import hvd_compress
-from hvd_compress import config, methods
+from hvd_compress import config, launch, methods
 from hvd_compress.cli.main import main
 from hvd_compress.cli.options import picture_file
 from hvd_compress.horovod_wheel import environment
-from hvd_compress.integrations import launch
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 

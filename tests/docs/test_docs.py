@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks import masking, steps_report
 from hvd_compress import DGC, as_compressor, config, method_names
-from hvd_compress.cli.costs import costs, costs_of_defaults
+from hvd_compress.advisor.costs import costs, costs_of_defaults
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.reduce import Reducer
 from hvd_compress.studies.step_sizes import kept_by_top_k
@@ -182,7 +182,7 @@ def test_every_method_has_its_row_and_page(name):
     expected += f" {measured('memory')[name]['resident']:.1f} |"
     assert (found[1], found[2].strip()) == (type(method).__name__, expected)
     assert type(method).__name__ in (ROOT / "docs" / found[4].partition("#")[0]).read_text()
-    assert costs_of_defaults(name) == own, "to write it anew: python -m hvd_compress.cli.costs"
+    assert costs_of_defaults(name) == own, "to write it anew: python -m hvd_compress.advisor.costs"
 
 
 PAGES_THAT_RUN = (

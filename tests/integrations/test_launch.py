@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_compress.integrations.launch import finding_mpi
+from hvd_compress.launch import finding_mpi
 from tests import jobs
 
 VARIABLES = ("OPAL_PREFIX", "OMPI_COMM_WORLD_SIZE", "MPI4PY_LIBMPI")
@@ -77,7 +77,7 @@ def test_another_open_mpi_that_is_loaded_is_left_alone(tmp_path):
     code = f"""
 import os, sys
 import hvd_compress.mpi  # loads that of {sys.prefix}
-from hvd_compress.integrations.launch import finding_mpi
+from hvd_compress.launch import finding_mpi
 from tests import jobs
 sys.prefix = {str(tmp_path)!r}
 with finding_mpi():

@@ -7,7 +7,7 @@ import torch
 
 import hvd_compress.torch.mpi as hvd
 from hvd_compress import NeedsTuning, as_compressor
-from hvd_compress.integrations.optimizers import too_coarse
+from hvd_compress.methods.optimizers import too_coarse
 from hvd_compress.methods.texts import method_names
 
 COARSE = {

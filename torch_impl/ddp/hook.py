@@ -26,8 +26,8 @@ from hvd_compress.base import Compressor
 from hvd_compress.config import check_between, check_choice
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import ConfigError
-from hvd_compress.integrations.optimizers import check_partner
 from hvd_compress.methods import as_compressor
+from hvd_compress.methods.optimizers import check_partner
 from hvd_compress.reduce import Reducer
 from hvd_compress.reduce.nodes import Node
 from hvd_compress.reduce.state_file import entry, refused

@@ -15,7 +15,7 @@ import torch
 
 from hvd_compress.base import Compressor, State
 from hvd_compress.errors import ConfigError, NeedsTuning
-from hvd_compress.integrations.optimizers import (
+from hvd_compress.methods.optimizers import (
     another_kind,
     check_one_momentum,
     check_partner,

@@ -1,7 +1,7 @@
 """The costs of a method, found by running it: bits on the wire, collectives, memory.
 
 This takes up to some seconds for a method.  The costs of this package's methods with their defaults
-are kept in ``costs.json``; ``python -m hvd_compress.cli.costs`` writes it again.
+are kept in ``costs.json``; ``python -m hvd_compress.advisor.costs`` writes it again.
 
 >>> from hvd_compress import TopK
 >>> costs(TopK(density=0.01))
