@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress.backends import compiled
+
 
 def narrow(x: np.ndarray, out: np.ndarray, threads: int | None = None) -> None:
     """Write to ``out`` (float16, or uint16 for the bits of bfloat16) the numbers nearest to ``x``
@@ -15,7 +17,7 @@ def narrow(x: np.ndarray, out: np.ndarray, threads: int | None = None) -> None:
     is best, since the last one to get a processor is waited for.
     """
     if (native := _compiled(x, out)) is not None:
-        native.narrow(x, out.dtype == np.uint16, out.view(np.uint16), threads or _threads())
+        native.narrow(x, out.dtype == np.uint16, out.view(np.uint16), threads or compiled.threads())
     elif out.dtype == np.uint16:
         bits = x.view(np.uint32)
         rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
@@ -29,7 +31,9 @@ def widen(x: np.ndarray, out: np.ndarray, add: bool = False, threads: int | None
     """Write to ``out`` (float32) the numbers that ``x`` holds, float16 or the bits of bfloat16; or
     add them.  ``threads`` as for :func:`narrow`."""
     if (native := _compiled(x, out)) is not None:
-        native.widen(x.view(np.uint16), x.dtype == np.uint16, out, add, threads or _threads())
+        native.widen(
+            x.view(np.uint16), x.dtype == np.uint16, out, add, threads or compiled.threads()
+        )
         return
     if x.dtype == np.uint16:  # the upper half of float32
         x = np.left_shift(x, 16, dtype=np.uint32).view(np.float32)
@@ -53,14 +57,7 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 def _compiled(x: np.ndarray, out: np.ndarray) -> Any:
     """The compiled loops, if there are any and the arrays are as they want them."""
-    from hvd_compress.kernels import native  # which is written over backends
-
+    native, _ = compiled.loaded()
     own, theirs = x.flags, out.flags
     fits = own.c_contiguous and own.aligned and theirs.c_contiguous and theirs.aligned
     return native.halves if fits and native is not None else None
-
-
-def _threads() -> int:
-    from hvd_compress.kernels import threads
-
-    return threads()

@@ -49,7 +49,7 @@ class FusedLowRank(InPlaceForm):
 
     def takes(self, x: Array) -> bool:
         loops = loops_of(x)
-        most = None if loops is None else loops.low_rank.PowerStep.MOST_RANK
+        most = None if loops is None else loops.low_rank.STEP.MOST_RANK
         return loops is not None and (most is None or self.rank <= most)
 
     def weight(self, context: Context) -> int:
@@ -73,7 +73,7 @@ class LowRankPlan(InPlacePlan):
         #: of the factors that are kept
         self._widths = [m * rank for (_, m), rank in zip(shapes, ranks, strict=True)]
         like = specs[0].x
-        self._step = loops_of(like).low_rank.PowerStep(shapes, ranks, self.size, like)
+        self._step = loops_of(like).low_rank.STEP(shapes, ranks, self.size, like)
         self.requests = [Sum(self._step.rows), Sum(self._step.own)]
 
     def sizes_of(self, key: str) -> list[int]:

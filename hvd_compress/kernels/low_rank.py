@@ -10,9 +10,10 @@ of m columns.  The factors of all matrices are end to end in a flat array each.
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -188,13 +189,13 @@ class Matrices:
         return [x.reshape(n, m) for x, (n, m, _) in pairs]
 
 
-class PowerStep:
+class PowerStep(abc.ABC):
     """A step of the power method on the matrices of a bucket, with its memory.
 
     Each rank has three turns.  All P, and then all Q, are added up over the ranks in between.
     Turns take the columns of gradients, where averages are written, and factors Q^T, and that of
     residuals if there is error feedback.  The sum M = gradient + residual is written where the
-    average will be.  :func:`hvd_compress.kernels.loops_of` finds the like for a GPU.
+    average will be.
 
     Args:
         shapes, ranks: as of :class:`Matrices`.
@@ -206,7 +207,27 @@ class PowerStep:
         rows, own: what is sent, all P^T and all Q^T.
     """
 
-    MOST_RANK: int | None = None
+    MOST_RANK: ClassVar[int | None] = None
+    rows: Array
+    own: Array
+
+    @abc.abstractmethod
+    def left(self, columns: Sequence[Column]) -> Array:
+        """Return what is sent first: all P, transposed."""
+
+    @abc.abstractmethod
+    def right(self, columns: Sequence[Column], total: Array) -> Array:
+        """Return what is sent then, given the sum of all ranks' P: all Q, transposed."""
+
+    @abc.abstractmethod
+    def settle(self, columns: Sequence[Column], total: Array) -> np.ndarray | None:
+        """Write averages and states, given the sum of all ranks' Q; return of which matrices the
+        average is finite (bool).  States of others stay as they are; a GPU sees to them by itself,
+        and returns ``None``."""
+
+
+class PowerStepOnHost(PowerStep):
+    """All arrays are in host memory."""
 
     def __init__(
         self, shapes: Sequence[tuple[int, int]], ranks: Sequence[int], size: int, like: Array
@@ -223,7 +244,6 @@ class PowerStep:
         self._q, self.own, self._new = np.empty((3, self._matrices.of_q), np.float32)
 
     def left(self, columns: Sequence[Column]) -> Array:
-        """Return what is sent first: all P, transposed."""
         x, out, factors, *residuals = columns
         np.concatenate(factors.on_host().arrays, out=self._new)
         # Its scale means nothing to the result, and could take the product out of range.
@@ -232,7 +252,6 @@ class PowerStep:
         return self.rows
 
     def right(self, columns: Sequence[Column], total: Array) -> Array:
-        """Return what is sent then, given the sum of all ranks' P: all Q, transposed."""
         x, out, _, *residuals = columns
         np.divide(total, self._size, out=self._p)
         self._matrices.orthonormal(self._p)
@@ -240,9 +259,6 @@ class PowerStep:
         return self.own
 
     def settle(self, columns: Sequence[Column], total: Array) -> np.ndarray:
-        """Write averages and states, given the sum of all ranks' Q; return of which matrices the
-        average is finite (bool).  States of others stay as they are; a GPU sees to them by itself,
-        and returns ``None``."""
         _, out, factors, *residuals = columns
         factors, left = factors.on_host(), residuals[0] if residuals else None
         np.divide(total, self._size, out=self._new)
@@ -275,6 +291,10 @@ class PowerStep:
         p, q = (slice(*each[i : i + 2]) for each in (self._starts_of_p, self._starts_of_q))
         one.product(self._p[p], self._new[q], Column([mean]))
         return bool(np.isfinite(mean).all())
+
+
+#: by this name :func:`hvd_compress.kernels.loops_of` leads to the step, here and on a GPU
+STEP = PowerStepOnHost
 
 
 def _addresses(column: Column | None) -> np.ndarray:

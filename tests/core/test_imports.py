@@ -133,7 +133,6 @@ def test_the_command_that_builds_horovod_imports_nothing_of_ours():
 
 #: rooms that import one behind them, and why they still do
 EXCEPTIONS = {
-    ("backends/", "kernels/"): "NumPy's half precisions have loops, which are written over arrays",
     ("torch_impl/", "torch_impl/ddp/"): "hooks for trainers stand at the door",
 }
 

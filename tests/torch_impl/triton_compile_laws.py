@@ -156,7 +156,7 @@ def test_kernels_compile_for_gpus_and_round_as_numpy_does(
 def test_kernels_of_matrices_spill_nothing(launched, tmp_path, rank, capability):
     """Registers suffice for large ones."""
     shape = 2500, 33_000
-    step = low_rank.PowerStep([shape], [rank], 2, torch.empty(0))
+    step = low_rank.PowerStepOnGPU([shape], [rank], 2, torch.empty(0))
     x, factor = torch.empty(shape), torch.empty(rank * shape[1])
     columns = [Column(own) for own in ([x], [x], [factor], [x])]
     step.left(columns)

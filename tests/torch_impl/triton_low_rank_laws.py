@@ -82,8 +82,8 @@ def step_of(power_step, device, shapes, rank, seed, *, bad=None, keeps=True):
 
 
 def assert_steps(own, shapes, rank, seed=0, **options):
-    found = step_of(own.PowerStep, DEVICE, shapes, rank, seed, **options)
-    expected = step_of(low_rank.PowerStep, "cpu", shapes, rank, seed, **options)
+    found = step_of(own.PowerStepOnGPU, DEVICE, shapes, rank, seed, **options)
+    expected = step_of(low_rank.PowerStepOnHost, "cpu", shapes, rank, seed, **options)
     for x, y in zip(found, expected, strict=True):
         assert_same(x, y.numpy() if isinstance(y, torch.Tensor) else y)
 

@@ -15,6 +15,7 @@ import torch
 import triton
 
 from hvd_compress.kernels import Column
+from hvd_compress.kernels.low_rank import PowerStep
 
 from . import low_rank_kernels as kernels
 from .task_kernels import SUMMED
@@ -27,9 +28,8 @@ _WIDTH, _TILE = 1024, 2048
 _LINES, _SUMS, _ACROSS, _PARTS = 16, 1024, 16, 8
 
 
-class PowerStep:
-    """See :class:`hvd_compress.kernels.low_rank.PowerStep`; all arrays are tensors on the GPU of
-    ``like``."""
+class PowerStepOnGPU(PowerStep):
+    """All arrays are tensors on the GPU of ``like``."""
 
     MOST_RANK = 16
 
@@ -143,6 +143,10 @@ class PowerStep:
 
     def _empty(self, n: int) -> torch.Tensor:
         return torch.empty(n, device=self._device)
+
+
+#: as in :mod:`hvd_compress.kernels.low_rank`
+STEP = PowerStepOnGPU
 
 
 def _keeps(columns: Sequence[Column]) -> bool:
