@@ -15,11 +15,11 @@ import importlib
 from typing import Any
 
 from hvd_compress.integrations import horovod as drop_in
+from hvd_compress.integrations.exports import *  # noqa: F403
 from hvd_compress.integrations.exports import SYSTEMS
+from hvd_compress.integrations.exports import __all__ as _methods
 from hvd_compress.optimizers.outer import OuterSGD
 
-from .. import *  # noqa: F403
-from .. import __all__ as _methods
 from . import callbacks
 from .models import KERAS_3, loader
 
