@@ -64,6 +64,8 @@ def settings(**more: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+        # To ask libfabric for networks takes a second of each start, and finds none for one host.
+        "OMPI_MCA_btl": "^ofi",
         # Tests run more ranks than there are cores, and containers run as root.
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -81,7 +83,12 @@ def launcher(ranks: int, controller: str) -> list[str]:
         return ["mpirun", "--oversubscribe", "--bind-to", "none", "--tag-output", "-np", str(ranks)]
     if controller == "mpich":
         return [str(MPICH / "bin" / "mpiexec"), "-prepend-rank", "-n", str(ranks)]
-    return ["horovodrun", f"--{controller}", "-np", str(ranks), "-H", f"localhost:{ranks}"]
+    return [*horovodrun(), f"--{controller}", "-np", str(ranks), "-H", f"localhost:{ranks}"]
+
+
+def horovodrun() -> list[str]:
+    """Horovod's launcher, which imports TensorFlow to see what Horovod was built for."""
+    return [python("tensorflow"), str(BIN / "horovodrun")]
 
 
 def torchrun(ranks: int) -> list[str]:

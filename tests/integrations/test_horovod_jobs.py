@@ -26,7 +26,8 @@ def elastic(folder, worker, *arguments, hosts, framework="torch", most=3, timeou
     discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     discover.chmod(0o755)
     count = sum(int(line.split(":")[1]) for line in hosts.splitlines())
-    command = ["horovodrun", "--gloo", "-np", str(count), "--min-np", "1", "--max-np", str(most)]
+    command = [*jobs.horovodrun(), "--gloo", "-np", str(count)]
+    command += ["--min-np", "1", "--max-np", str(most)]
     command += ["--network-interfaces", "lo", "--host-discovery-script", str(discover)]
     command += ["--blacklist-cooldown-range", "1", "2"]
     command += [jobs.python(framework), str(jobs.TESTS / worker), str(folder), *arguments]

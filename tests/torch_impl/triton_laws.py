@@ -9,6 +9,7 @@ and on a GPU, examples are drawn beside those that are written out.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 import warnings
@@ -49,21 +50,33 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 
 def patch_once():
     """The interpreter puts its functions into Triton's modules anew in each call of one kernel by
-    another, which takes a third of its time; where they are, they stay until the launch ends."""
+    another, which takes a third of its time; where they are, they stay until the launch ends.  It
+    makes a table of dtypes whenever it looks one up, which takes a tenth."""
     from triton import language
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang
 
-    def patch_lang(function):
+    @functools.cache
+    def used_by(function):
         modules = (language, language.core)
-        used = [x for x in function.__globals__.values() if any(x is known for known in modules)]
-        if any(language.core.is_builtin(module.load) for module in used):
+        return [x for x in function.__globals__.values() if any(x is known for known in modules)]
+
+    def patch_lang(function):
+        if any(language.core.is_builtin(module.load) for module in used_by(function)):
             return patch(function)
         return interpreter._LangPatchScope()
 
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = patch_lang
+    if hasattr(interpreter, "_get_np_dtype"):
+        of_type, of_scalar = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
+
+        def np_dtype(kind):
+            kind = kind.element_ty if kind.is_block() else kind
+            return of_type(kind) if kind.is_ptr() else of_scalar(kind)
+
+        interpreter._get_np_dtype = np_dtype
 
 
 if INTERPRETED:
@@ -333,6 +346,8 @@ def at_device(x):
     return torch.tensor(x, device=DEVICE)
 
 
+#: the step with a NaN, before the last
+NAN_IN = 1 if INTERPRETED and FEW else 2
 BUCKETS = [
     (method, in_place)
     for number, method in enumerate(METHODS)
@@ -348,9 +363,9 @@ def test_a_bucket_is_what_its_tensors_are(loops, by_triton, method, in_place):
     shapes, random = {"a": (40, 30), "b": (64, 8), "c": (160, 7)}, np.random.default_rng(1)
     ranks, expected = Ranks(method, shapes, 2, in_place=in_place), one_by_one(method, 2)
     ranks.reads_device = in_place
-    for step in range(4):
+    for step in range(NAN_IN + 2):
         gradients = gradients_of(random, shapes, 2)
-        if step == 2:
+        if step == NAN_IN:
             gradients[1]["b"][3, 3] = np.nan
         ours = made(gradients, at_device)
         given_ = copy.deepcopy(ours)
