@@ -6,7 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from hvd_compress.codecs.base import Classes, Codec
+from hvd_compress.codecs.base import Codec
+from hvd_compress.codecs.selector import Classes
 from hvd_compress.errors import ConfigError
 
 

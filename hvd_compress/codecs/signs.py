@@ -8,7 +8,8 @@ import functools
 
 import numpy as np
 
-from hvd_compress.codecs.base import Classes, Codec
+from hvd_compress.codecs.base import Codec
+from hvd_compress.codecs.selector import Classes
 from hvd_compress.codecs.threshold import check_tau
 from hvd_compress.config import checked, choice
 from hvd_compress.errors import ConfigError
