@@ -29,7 +29,7 @@ from . import backend
 from .runtime import Common, Number, Runtime, check_context, check_device
 from .saved_state import BindingState
 from .slots import TensorSlot, merged, names_of_groups, on_values
-from .store import COUNTED, Exchanged, VariableStore, exchange, scaled
+from .store import COUNTED, Exchanged, VariableStore, copy_of, exchange, scaled
 
 logger = logging.getLogger("hvd_compress")
 
@@ -202,7 +202,7 @@ class VariableBinding(BindingState):
     ) -> list[Gradient]:
         present = {i: g for i, g in zip(places, gradients, strict=True) if g is not None}
         for variable, before in self._undo:
-            before.assign(variable, read_value=False)
+            before.assign(copy_of(variable), read_value=False)
         if self.options.sparse_as_dense:
             present = {i: tf.convert_to_tensor(g) for i, g in present.items()}
         if scale is not None:

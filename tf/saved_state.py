@@ -39,7 +39,7 @@ from hvd_compress.reduce.state_file import (
 )
 
 from .runtime import Common, Runtime
-from .store import VariableStore, variable
+from .store import VariableStore, copy_of, variable
 
 #: the name of the array that holds the header, as JSON in bytes
 HEADER = "header"
@@ -220,7 +220,7 @@ class BindingState(tf.train.experimental.PythonState):
             return
         with tf.init_scope():
             for x in (self.store.step, *self.store.entries().values()):
-                copy = variable(x.value(), f"before.{x.name.removesuffix(':0')}")
+                copy = variable(copy_of(x), f"before.{x.name.removesuffix(':0')}")
                 self._undo.append((x, copy))
             self.forget_undo()
         self.forget_graphs()
@@ -285,7 +285,8 @@ class BindingState(tf.train.experimental.PythonState):
     def kept(self) -> tuple[StateHeader, dict[str, tf.Tensor]]:
         """Return a copy of the state of this rank."""
         header = self.header(consolidated=self.is_consolidated)
-        return header, {name: tf.identity(x) for name, x in self.store.entries().items()}
+        entries = self.store.entries()
+        return header, {name: copy_of(x) for name, x in entries.items()}
 
     def values(self) -> dict[str, Any]:
         """Return all state as NumPy arrays, by flat names."""

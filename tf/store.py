@@ -116,7 +116,10 @@ class VariableStore(Store):
         return own[key] if key in own else self.states[str(self._home_of[i])][key]
 
     def entries(self) -> dict[str, tf.Variable]:
-        """Return the states of all variables by slot and key."""
+        """Return the states of all variables by slot and key, those of before if a step has
+        failed."""
+        if "memory" in self.scratch:
+            self.scratch["memory"].abandon()
         states = self.states.items()
         return {f"{i}.{key}": x for i, own in states for key, x in own.items()}
 
@@ -129,8 +132,9 @@ class VariableStore(Store):
     def differing(self) -> dict[str, tf.Variable]:
         """Return the entries in which ranks differ by slot and key, in the same order on all of
         them."""
+        entries = self.entries()
         return {
-            f"{i}.{key}": self.states[str(i)][key]
+            f"{i}.{key}": entries[f"{i}.{key}"]
             for i, slot in enumerate(self.slots)
             for key in sorted(self.states[str(i)].keys() & self.per_rank(slot))
         }
@@ -282,6 +286,12 @@ def _counts(reducer: Reducer, store: VariableStore) -> tf.Tensor:
 
 def scaled(gradient: Any, factor: Any) -> Any:
     return on_values(lambda x: backend.scale(x, factor), gradient)
+
+
+def copy_of(variable: tf.Variable) -> tf.Tensor:
+    """Return the value of a variable of the state, in memory of its own: that of the variable is
+    written in place."""
+    return tf.raw_ops.DeepCopy(x=variable.value())
 
 
 def variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variable:

@@ -173,8 +173,7 @@ class CodedPlan(StagedPlan):
         if now == versions and all(map(operator.is_, known, arrays)):
             return
         self.foreign = {}
-        if self.memory is None:  # else arrays are new in every step, and others wait for theirs
-            self._looked = [*arrays], now
+        self._looked = [*arrays], now
         xp = backend_of(arrays[0])
         for i, (array, own) in enumerate(zip(arrays, self._own, strict=True)):
             owned = xp.to_numpy(array).reshape(-1)

@@ -121,8 +121,6 @@ class InPlacePlan(Plan):
     form: Any
     keys: tuple[str, ...]
     requests: Sequence[Collective] = ()
-    #: new states take the place of the old ones, also where others may look at these
-    writes_states: ClassVar[bool] = True
 
     def __init__(self, form: Any, specs: Sequence[Spec], key: Hashable, step: Context) -> None:
         super().__init__(form, specs, key, step)
@@ -190,9 +188,9 @@ class InPlacePlan(Plan):
             directions = list(map(in_place_of, gradients, out))
         new: dict[int, State] = {}
         finite = [True] * len(self.sizes) if finite is None else finite
-        if not is_known or arrays.new is not None or not all(finite):
-            new = dict(enumerate(settled(arrays.by_tensor(), finite, arrays.new)))
-            if is_known and arrays.new is None:  # others are where the old ones were
+        if not is_known or not all(finite):
+            new = dict(enumerate(settled(arrays.by_tensor(), finite)))
+            if is_known:  # others are where the old ones were
                 new = {i: state for i, state in new.items() if not finite[i]}
         return Averages(directions, new, arrays.counts)
 
@@ -246,7 +244,6 @@ class Arrays:
     Attributes:
         counts: how many elements of each tensor were sent, where the plan does not say it.
         sparse: the averages, where they are not written.
-        new: states that take the place of the old ones, where these are not written.
         dtypes: of the gradients.
         columns: gradients, where results are written, and states in the order of the bucket's keys.
     """
@@ -262,7 +259,6 @@ class Arrays:
         self.gradients, self.momenta = gradients, momenta
         self.sparse: list[Sparse] | None = None
         self.counts: list[int] | None = None
-        self.new: list[State] | None = None
         self.dtypes = ["float32"]
         self._plan, self.states, self._arrays = bucket, states, [*gradients]
         columns, count = [gradients, *states.values()], len(gradients)
@@ -337,15 +333,10 @@ def flat(x: Array) -> Array:
     return xp.copy(x) if xp.address(x) is None else x
 
 
-def settled(
-    states: Sequence[State],
-    finite: Sequence[bool] | np.ndarray,
-    new: Sequence[State] | None = None,
-) -> list[State]:
-    """Return the states after the step, which were written in place, or are ``new``, where it was
-    finite."""
-    rows = zip(states, finite, states if new is None else new, strict=True)
-    return [dict(its_new) if fine else in_range(old) for old, fine, its_new in rows]
+def settled(states: Sequence[State], finite: Sequence[bool] | np.ndarray) -> list[State]:
+    """Return the states after the step, which were written in place where it was finite."""
+    rows = zip(states, finite, strict=True)
+    return [dict(state) if fine else in_range(state) for state, fine in rows]
 
 
 class SpareMemory:

@@ -8,7 +8,8 @@ is that of NumPy arrays, waits for the replies.
 
 Gradients are not copied on their way in, nor results on their way out: a variable that is assigned
 one adopts its memory.  When it lets go of it, the array itself says: hence :class:`Memory`.  States
-are copied, since others may still look at the old ones, unless a form leaves these as they are.
+are written in place: the variable of a state has adopted an array of the step before, which is
+found by its address.  A state that comes from elsewhere is copied.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,14 @@ class Memory:
 
     Attributes:
         nbytes: of all that was ever needed at once.
+        waiting: the plans whose exchanges wait for a reply.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.waiting: weakref.WeakSet[_Kept] = weakref.WeakSet()
         self._free: dict[int, deque[np.ndarray]] = {}
-        self._taken: dict[int, weakref.ref[np.ndarray]] = {}
+        self._taken: dict[int, weakref.ref[np.ndarray]] = {}  # by address
 
     def take(self, n: int) -> np.ndarray:
         """Return an array of ``n`` elements, in which there is anything."""
@@ -60,32 +63,46 @@ class Memory:
             start = -whole.ctypes.data % _ALIGNMENT // whole.itemsize
             known = whole[start : start + n]
         taken = np.frombuffer(known.data, np.float32)
-        number = id(taken)
+        address = known.ctypes.data
 
         def give_back(_: Any) -> None:
-            del self._taken[number]
+            del self._taken[address]
             free.append(known)
 
-        self._taken[number] = weakref.ref(taken, give_back)
+        self._taken[address] = weakref.ref(taken, give_back)
         return taken
 
-    def copy(self, x: np.ndarray) -> np.ndarray:
-        """Return a flat array of the same elements."""
-        taken = self.take(x.size)
-        np.copyto(taken, x.reshape(-1))
+    def own(self, x: np.ndarray) -> np.ndarray:
+        """Return the array that was taken here and that ``x`` is a view of, or a copy of ``x`` in
+        an array that is taken now; flat."""
+        reference = self._taken.get(x.ctypes.data)
+        taken = None if reference is None else reference()
+        if taken is None or taken.size != x.size:
+            taken = self.take(x.size)
+            np.copyto(taken, x.reshape(-1))
         return taken
+
+    def abandon(self, names: frozenset[str] | None = None) -> None:
+        """Give up the exchanges that wait for a reply, those of tensors of these names or all:
+        their step has failed.  States that they have written become those of before."""
+        for kept in list(self.waiting):
+            if names is None or not names.isdisjoint(kept.names):
+                kept.abandon()
 
 
 class _Kept(dict[str, Any]):
     """The plan of a bucket that the graphs of a binding keep between their calls.
 
     Attributes:
+        names: of the tensors.
         run: the number of the exchange that has begun last.
     """
 
-    def __init__(self, **entries: Any) -> None:
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __init__(self, names: Iterable[str], **entries: Any) -> None:
         super().__init__(**entries)
-        self.run = 0
+        self.names, self.run = frozenset(names), 0
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -98,6 +115,13 @@ class _Kept(dict[str, Any]):
             yield
         finally:
             self._lock.release()
+
+    def abandon(self) -> None:
+        """Give up the exchange that waits for a reply, if there is one."""
+        with self.during_call():
+            self["memory"].waiting.discard(self)
+            if (waiting := self.pop("waiting", None)) is not None:
+                waiting.close()
 
 
 def _two_at_once() -> ConfigError:
@@ -128,7 +152,7 @@ def exchange_on_host(
     kept = scratch.get(calls.bucket_of)
     if kept is None or kept["size"] != step.size:
         memory = scratch.setdefault("memory", Memory())
-        kept = scratch[calls.bucket_of] = _Kept(memory=memory, size=step.size)
+        kept = scratch[calls.bucket_of] = _Kept(plan.names, memory=memory, size=step.size)
     inputs, call = calls.inputs(tensors, step), calls.begin
     for request in plan.requests:
         outputs = [("int64", ()), *(_output(request, array) for array in request.arrays)]
@@ -148,7 +172,7 @@ class _Calls:
     def __init__(self, plan: Any, tensors: Tensors, step: Context) -> None:
         self._form, self._keys, self._momenta = plan.form, plan.keys, tensors.momenta
         self.bucket_of = "\n".join(["", *plan.names])
-        self._copies, self._counts_too = plan.writes_states, None in plan.counts
+        self._counts_too = None in plan.counts
         self._symbols = [
             field for field in _SYMBOLS if not isinstance(getattr(step, field), int | float | None)
         ]
@@ -166,12 +190,12 @@ class _Calls:
         """Begin an exchange, and return its number and what it sends first."""
         each = iter(arrays)
         now = {field: next(each).item() for field in self._symbols}
+        memory, flat, states = kept["memory"], [], []
+        memory.abandon(kept.names)
         with kept.during_call():
-            copy = kept["memory"].copy if self._copies else np.ravel
-            flat, states = [], []
             for _ in self._rows:
                 flat.append(next(each))
-                states.append({key: copy(next(each)) for key in self._keys})
+                states.append({key: memory.own(next(each)) for key in self._keys})
             gradients = [x.reshape(shape) for x, shape in zip(flat, self._shapes, strict=True)]
             step = self._step._replace(scratch=kept, **now)
             plan, specs = (
@@ -182,9 +206,8 @@ class _Calls:
                 plan = kept["plan"] = self._form.plan(specs, None, step)
             kept.run += 1
             tensors = Tensors(gradients, states, "", self._momenta, flat)
-            kept["states"] = states
-            # What waited, if a step has failed, is forgotten.
-            kept["waiting"] = plan.exchange(tensors, step)
+            kept["states"], kept["waiting"] = states, plan.exchange(tensors, step)
+            memory.waiting.add(kept)
             return [np.int64(kept.run), *_arrays_of(next(kept["waiting"]))]
 
     def go_on(self, is_list: bool, kept: _Kept, run: Any, *replies: np.ndarray) -> list[Any]:
@@ -198,6 +221,7 @@ class _Calls:
         with kept.during_call():
             waiting, states = self._waiting(kept, run), kept.pop("states")
             del kept["waiting"]
+            kept["memory"].waiting.discard(kept)
             try:
                 waiting.send(list(replies) if is_list else replies[0])
             except StopIteration as stop:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.base import Array, Context, Place, Sparse, Spec, State
+from hvd_compress.base import Array, Context, Place, Sparse, Spec
 from hvd_compress.codecs import Selector, logarithmic, top_k
 from hvd_compress.codecs.frame import coded_size, decode_coded, encode_sent
 from hvd_compress.fused.in_place import (
@@ -36,7 +36,7 @@ from hvd_compress.fused.in_place import (
     spare_memory,
 )
 from hvd_compress.fused.on_device import gathered
-from hvd_compress.kernels import Column, Steps, TopKSelection, add_up, loops, loops_of
+from hvd_compress.kernels import Steps, TopKSelection, add_up, loops, loops_of
 from hvd_compress.requests import Gather, Request
 from hvd_compress.times import begin_phase
 from hvd_compress.transforms import momentum_correction
@@ -102,7 +102,6 @@ class FusedTopK(InPlaceForm):
 
 class TopKPlan(InPlacePlan):
     form: FusedTopK
-    writes_states = False
 
     def __init__(
         self, form: FusedTopK, specs: Sequence[Spec], key: Hashable, step: Context
@@ -132,7 +131,7 @@ class TopKPlan(InPlacePlan):
         xp, like = self.xp, arrays.gradients[0]
         begin_phase("search")
         momenta = self.form.momenta_in_use(arrays.momenta)
-        steps = self._steps(arrays, kept=kept)
+        steps = self._steps(arrays, kept)
         indices, values, _ = self._selection.select(steps, momenta, self.form.nesterov)
         if kept is not None:
             kept.holds = True
@@ -159,20 +158,16 @@ class TopKPlan(InPlacePlan):
     def _kept(self, arrays: Arrays, step: Context) -> OldStates | None:
         """Return the place where old states are kept; ``None`` if new ones are not written at once.
 
-        That needs memory, that nobody still looks at the old ones, and that results are written
-        where gradients are.
+        That needs memory, and that results are written where gradients are, or in a graph's own.
         """
-        if self.memory is not None or step.sparse or not step.in_place:
+        if step.sparse or (self.memory is None and not step.in_place):
             return None
         views = arrays.views
         return OldStates.of([*views.states.values()], views.out, arrays.columns[1], self._spares)
 
-    def _steps(
-        self, arrays: Arrays, new: Sequence[State] | None = None, kept: OldStates | None = None
-    ) -> Steps:
+    def _steps(self, arrays: Arrays, kept: OldStates | None) -> Steps:
         x, _, *states = arrays.columns
-        to = states if new is None else [Column([s[key] for s in new]) for key in self.keys]
-        residuals, velocities = (*zip(states, to, strict=True), (None, None))[:2]
+        residuals, velocities = (*zip(states, states, strict=True), (None, None))[:2]
         return Steps(x, *residuals, *velocities, *(() if kept is None else kept.columns))
 
     def _settle(
@@ -183,14 +178,9 @@ class TopKPlan(InPlacePlan):
         finite: np.ndarray,
         kept: OldStates | None,
     ) -> None:
-        """Write the new states, in place unless others may still look at the old ones; or what is
-        left to write of them."""
-        if self.memory is not None:
-            arrays.new = [
-                {key: self.empty(x) for key, x in state.items()} for state in arrays.by_tensor()
-            ]
+        """Write the new states, or what is left to write of them."""
         masking = self.form.correction is not None and self.form.correction.masking
-        steps = self._steps(arrays, arrays.new, kept)
+        steps = self._steps(arrays, kept)
         if kept is not None and not finite.all():
             kept.put_back(np.flatnonzero(~finite).tolist())
         self._selection.settle(steps, indices, remaining, masking, finite)

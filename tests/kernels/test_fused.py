@@ -40,7 +40,7 @@ from hvd_compress.chain import Chain
 from hvd_compress.codecs import contraction, natural, uniform_dithering
 from hvd_compress.engines.joining import PlacedTensor, plan_for
 from hvd_compress.engines.local import LocalEngine
-from hvd_compress.engines.lockstep import World
+from hvd_compress.engines.lockstep import World, replies_to
 from hvd_compress.errors import PayloadError
 from hvd_compress.meetings import allgather, alltoall
 from hvd_compress.reduce import Reducer
@@ -174,7 +174,7 @@ def test_a_bucket_is_what_its_tensors_are(framework, data):
 
 @pytest.mark.parametrize("method", [*METHODS[:8], *CODED], ids=repr)
 def test_a_graph_gives_the_same(method):
-    """Steps are symbols, and states those of the graph's last run, which it leaves as they were."""
+    """Steps are symbols, and states those of the graph's last run.  Gradients stay as they were."""
     shapes, random = {"a": (40, 30), "b": (64, 8)}, np.random.default_rng(0)
     ranks, expected = Ranks(method, shapes, 2), one_by_one(method, 2)
 
@@ -194,31 +194,98 @@ def test_a_graph_gives_the_same(method):
         tensors = made(gradients, tf.constant)
         if states is None:
             states = [{n: method.init(x) for n, x in own.items()} for own in tensors]
-        before = copy.deepcopy(states)
         found = exchange(tf.constant(step, tf.int64), tensors, states)
+        tf.nest.map_structure(np.testing.assert_array_equal, tensors, gradients)
         for own, others in zip(found, expected(gradients), strict=True):
             for name, other in others.items():
                 direction, state = tf.nest.map_structure(np.asarray, own[name])
                 assert_equal(Outcome(direction, None, state), other)
-        tf.nest.map_structure(np.testing.assert_array_equal, states, before)
         states = [{n: state for n, (_, state) in own.items()} for own in found]
 
 
 @pytest.mark.parametrize("method", [METHODS[4], LinearQuantization()], ids=repr)
 def test_graphs_share_what_they_keep(method):
     """A function that is traced for each length of a batch needs no memory for each trace: it is
-    that of one result and of new states."""
+    that of one result and of the states, which are written where they are."""
     ranks, gradient = Ranks(method, {"a": (40, 30)}, 1), {"a": tf.random.normal([40, 30])}
-    states, needed = [{"a": method.init(gradient["a"])}], []
+    states, needed = {k: tf.Variable(x) for k, x in method.init(gradient["a"]).items()}, []
+
+    def exchange():
+        ranks.states = [{"a": {key: x.value() for key, x in states.items()}}]
+        outcome = ranks.exchange([gradient])[0]["a"]
+        for key, x in outcome.state.items():
+            states[key].assign(x)
+        return outcome.mean
+
     for _ in range(4):
-        trace = tf.function(lambda: ranks.exchange([gradient])[0]["a"].mean, autograph=False)
+        trace = tf.function(exchange, autograph=False)
         for _ in range(3):
-            ranks.states = [dict(own) for own in states]
             trace()
         scratch = ranks.scratch[0]
         needed.append((len(scratch), scratch["memory"].nbytes))
-    arrays = 1 + len(states[0]["a"])
+    arrays = 1 + len(states)
     assert needed == 4 * [(2, arrays * 4 * (40 * 30 + 16))]
+
+
+@pytest.mark.parametrize(
+    "method", [DGC(density=0.1), LinearQuantization(), PowerSGD(min_compression_rate=1)], ids=repr
+)
+def test_a_graph_that_fails_leaves_states_as_they_were(method):
+    """States are written in place, some of them before the other ranks have answered."""
+    shapes, random = {"a": (64, 40), "b": (64, 24)}, np.random.default_rng(0)
+    ranks, fails = Ranks(method, shapes, 1), tf.Variable(False)
+    gradients = {name: tf.Variable(tf.zeros(shape)) for name, shape in shapes.items()}
+    states = {
+        name: {key: tf.Variable(x) for key, x in method.init(x.value()).items()}
+        for name, x in gradients.items()
+    }
+
+    def answered(requests):
+        check = tf.debugging.assert_equal(fails, False)
+        with tf.control_dependencies([check]):
+            return [tf.nest.map_structure(tf.identity, reply) for reply in replies_to(requests)]
+
+    @tf.function(autograph=False)
+    def step(*names):
+        ranks.states = [{n: {key: x.value() for key, x in states[n].items()} for n in names}]
+        found = ranks.exchange([{name: gradients[name].value() for name in names}], answered)[0]
+        for name, outcome in found.items():
+            for key, x in outcome.state.items():
+                states[name][key].assign(x)
+        return {name: outcome.mean for name, outcome in found.items()}
+
+    def kept():
+        return {name: {key: x.numpy() for key, x in own.items()} for name, own in states.items()}
+
+    def in_memory():
+        return [x.value().__array__().ctypes.data for x in tf.nest.flatten(states)]
+
+    def failing(*names):
+        fails.assign(True)
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            step(*names)
+        fails.assign(False)
+
+    expected = one_by_one(method, 1)
+    for number in range(6):
+        own = gradients_of(random, shapes, 1)
+        for name, x in own[0].items():
+            gradients[name].assign(x)
+        before = kept()
+        if number == 2:  # which the next step finds out
+            failing("a", "b")
+        if number == 3:  # of another graph, whose plan the next step does not use
+            failing("b")
+        if number == 4:  # which somebody who looks at states must say
+            failing("a", "b")
+            ranks.scratch[0]["memory"].abandon()
+            tf.nest.map_structure(np.testing.assert_array_equal, kept(), before)
+        if number == 5:
+            places = in_memory()
+        means, [others] = step("a", "b"), expected(own)
+        for name, state in kept().items():
+            assert_equal(Outcome(means[name].numpy(), None, state), others[name])
+    assert in_memory() == places
 
 
 def test_what_is_summed_first_may_take_the_place_of_its_rows():
