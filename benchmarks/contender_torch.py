@@ -169,13 +169,16 @@ class DDP(Contender):
 
     BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
-    def __init__(self, name: str, weights: Gradients, hook: str, **options: Any) -> None:
+    def __init__(
+        self, name: str, weights: Gradients, hook: str, *, views: bool = False, **options: Any
+    ) -> None:
         super().__init__(name, weights)
         start_process_group()
         group = dist.new_group()
         # The callbacks of PowerSGD's hook may run in another order on each rank, unless there is
         # but one bucket.
-        more = {"bucket_cap_mb": 1024} if hook == "powersgd" else {}
+        more: dict[str, Any] = {"bucket_cap_mb": 1024} if hook == "powersgd" else {}
+        more["gradient_as_bucket_view"] = views
         module = torch.nn.parallel.DistributedDataParallel(self.module, process_group=group, **more)
         self.module = module
         if hook in self.BYTES:
@@ -341,6 +344,7 @@ USUAL = (
 ENDS = {
     ", sparse step": {"sparse_step": True},
     ", nodes": {"nodes": "auto"},
+    ", views": {"views": True},
     " over MPI": {"over": over_mpi},
 }
 

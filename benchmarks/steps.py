@@ -65,7 +65,8 @@ add(
     nargs="+",
     metavar="ROW",
     help='rows, or methods such as topk:density=0.01; "DDP fp8": as a hook; "dgc over MPI"; '
-    '"dgc, sparse step"; "DDP dgc, nodes": ranks of a host share one exchange',
+    '"dgc, sparse step"; "DDP dgc, nodes": ranks of a host share one exchange; "DDP dgc, views": '
+    "gradients are views of the buckets",
 )
 add("--dgc", type=Path, metavar="PATH", help='a checkout of DGC\'s authors, for "original DGC"')
 add("--rounds", type=int, default=15, help="samples of each row")
