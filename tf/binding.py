@@ -201,8 +201,10 @@ class VariableBinding(BindingState):
         others: tuple[Common, ...],
     ) -> list[Gradient]:
         present = {i: g for i, g in zip(places, gradients, strict=True) if g is not None}
-        for variable, before in self._undo:
-            before.assign(copy_of(variable), read_value=False)
+        if self._undo:
+            kept = [old.assign(copy_of(x), read_value=False) for x, old in self._undo]
+            with tf.control_dependencies(kept):  # states are written in place
+                present = tf.nest.map_structure(tf.identity, present, expand_composites=True)
         if self.options.sparse_as_dense:
             present = {i: tf.convert_to_tensor(g) for i, g in present.items()}
         if scale is not None:
