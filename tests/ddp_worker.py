@@ -32,7 +32,7 @@ from hvd_compress.torch import (
     TopK,
     ddp_hook,
 )
-from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
+from hvd_compress.torch.process_groups import ProcessGroupEngine
 from hvd_compress.torch.state.rank_states import own as own_states
 from tests import group_worker
 from tests.devices import DEVICE

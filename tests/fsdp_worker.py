@@ -28,7 +28,7 @@ import hvd_compress.torch as hvd
 from hvd_compress import Sum, method_names
 from hvd_compress.errors import ConfigError, MismatchError, NeedsTuning, UnsupportedError
 from hvd_compress.methods import as_compressor
-from hvd_compress.torch.ddp.process_groups import ReplicaEngine
+from hvd_compress.torch.process_groups import ReplicaEngine
 from tests import group_worker
 from tests.devices import DEVICE
 from tests.group_worker import (

@@ -30,10 +30,10 @@ from hvd_compress.optimizers.outer import OuterSGD
 
 from .ddp import DDPState, ddp_hook
 from .ddp.fsdp import compress_replicas
-from .ddp.process_groups import engine_over
 from .ddp.shard_exchange import compress_shards
 from .optimizers import *  # noqa: F403
 from .optimizers import __all__ as _optimizers
+from .process_groups import engine_over
 from .replicas import is_group
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hvd_compress.torch import DDPState, ddp_hook
-from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
+from hvd_compress.torch.process_groups import ProcessGroupEngine
 from tests import ddp_nodes_worker, ddp_worker, jobs
 
 

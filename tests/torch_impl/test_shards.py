@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hvd_compress.torch as hvd
 from hvd_compress.codecs import float8, linear
 from hvd_compress.errors import CollectiveTimeout
-from hvd_compress.torch.ddp import lost_ranks
+from hvd_compress.torch import lost_ranks
 from hvd_compress.torch.ddp import shard_hops as hops
 from hvd_compress.torch.ddp.fsdp import ShardedParameter
 from tests import jobs, shards_worker

@@ -14,7 +14,7 @@ from hvd_compress.engines.joining import counted
 from hvd_compress.requests import Alltoall, Gather
 from hvd_compress.stats import Record
 from hvd_compress.torch import backend
-from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
+from hvd_compress.torch.process_groups import ProcessGroupEngine
 
 WAITING = {"tolist", "item", "numpy", "cpu", "to", "__bool__", "__int__", "__float__"}
 

@@ -17,8 +17,8 @@ import triton
 from hvd_compress.codecs import float8, linear
 from hvd_compress.reduce import Reducer
 from hvd_compress.torch.ddp.fsdp import ShardedParameter
-from hvd_compress.torch.ddp.process_groups import ProcessGroupEngine
 from hvd_compress.torch.ddp.shard_hops import Hop
+from hvd_compress.torch.process_groups import ProcessGroupEngine
 from tests.torch_impl.triton_laws import DEVICE, FEW, INTERPRETED, waits_of
 
 #: and how many kernels of ours are launched for a bucket of matrices and one of vectors

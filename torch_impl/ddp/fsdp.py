@@ -42,11 +42,11 @@ from hvd_compress.reduce.state_file import entry, refused
 from ..amp import NO_SCALE, refuse_scale, running_scale
 from ..controls import Controls
 from ..parameters import is_sharded, local
+from ..process_groups import ReplicaEngine
 from ..replicas import HOW, agree, check_apart, group_of
 from ..state.rank_states import placed
 from .hook import check_method
 from .nodes import ShardStore
-from .process_groups import ReplicaEngine
 
 _OTHER_TORCH = (
     f"FSDP2 of PyTorch {torch.__version__} keeps parameters elsewhere than that of 2.13, with "

@@ -36,10 +36,10 @@ from hvd_compress.stats import Stats
 from ..amp import NO_SCALE, current_pass, refuse_scale, running_scale, watch_scale
 from ..controls import Controls
 from ..eager import run_eagerly
+from ..process_groups import ProcessGroupEngine, ReplicaEngine
 from ..state.rank_states import gathered, of_all_shards, of_shard, own, own_shard, placed
 from .buckets import UsedParameters, check_bucket, cut, may_leave_out
 from .nodes import NodeGroups, ShardStore, check_nodes, nodes_of
-from .process_groups import ProcessGroupEngine, ReplicaEngine
 
 #: of a :class:`DDPState`, which trainers take among their own
 STATE_OPTIONS = frozenset({"momentum", "nesterov", "seed", "residuals", "nodes"})

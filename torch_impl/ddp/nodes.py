@@ -18,9 +18,9 @@ from hvd_compress.reduce import nodes as reduce_nodes
 from hvd_compress.reduce.nodes import table_of
 from hvd_compress.reduce.store import MemoryStore
 
+from ..lost_ranks import naming_lost_ranks
+from ..process_groups import ProcessGroupEngine
 from ..replicas import is_mesh
-from .lost_ranks import naming_lost_ranks
-from .process_groups import ProcessGroupEngine
 
 #: groups by their ranks, of the group that they were made of: several states share them
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()

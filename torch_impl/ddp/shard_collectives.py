@@ -16,10 +16,10 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.stats import Record
 
 from ..amp import current_pass
+from ..lost_ranks import naming_lost_ranks
+from ..process_groups import all_gather
 from .fsdp import ShardedParameter, check_complete, trained_of
-from .lost_ranks import naming_lost_ranks
 from .nodes import NodeGroups
-from .process_groups import all_gather
 from .shard_hops import Hop
 from .shard_rows import RowLayout, check_wire
 

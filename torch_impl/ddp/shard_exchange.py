@@ -25,10 +25,10 @@ from hvd_compress.reduce.state_file import entry, refused, whole
 from hvd_compress.stats import Stats
 
 from ..amp import NO_SCALE, refuse_scale, running_scale
+from ..lost_ranks import meet
 from ..parameters import is_sharded
 from ..replicas import agree, group_of
 from .fsdp import ShardedParameter, groups_of, names_of, sharded_modules, trained_of
-from .lost_ranks import meet
 from .nodes import NodeGroups, check_nodes, nodes_of, text_of
 from .shard_collectives import AllGather, ReduceScatter, Way
 

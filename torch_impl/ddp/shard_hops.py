@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from hvd_compress.codecs import Codec
 
+from ..lost_ranks import naming_lost_ranks
+from ..process_groups import reduce_scatter
 from .fsdp import ShardedParameter
-from .lost_ranks import naming_lost_ranks
-from .process_groups import reduce_scatter
 from .shard_rows import RowLayout
 
 

@@ -13,7 +13,6 @@ from hvd_compress.engines.base import Engine
 from hvd_compress.errors import CompressionError, ConfigError, UnsupportedError
 from hvd_compress.reduce.state_file import refused
 
-from ..ddp.process_groups import ReplicaEngine
 from ..eager import run_eagerly
 from ..parameters import (
     Parameter,
@@ -25,6 +24,7 @@ from ..parameters import (
     names_of_parameters,
     not_told,
 )
+from ..process_groups import ReplicaEngine
 from ..replicas import check_shards, is_group
 from ..state.checkpoint import BUFFERS, broadcast_tree
 from ..state.optimizer_host import check_closure, loss_of

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from hvd_compress.engines.named import InFlight, Op
 
-from .. import backend
-from ..engine import TorchEngine
-from ..replicas import group_of
+from . import backend
+from .engine import TorchEngine
 from .lost_ranks import naming_lost_ranks
+from .replicas import group_of
 
 # Their names before PyTorch 2.13 were others.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
