@@ -73,8 +73,8 @@ class Memory:
         return taken
 
     def own(self, x: np.ndarray) -> np.ndarray:
-        """Return the array that was taken here and that ``x`` is a view of, or a copy of ``x`` in
-        an array that is taken now; flat."""
+        """Return the array that was taken here and that ``x`` is a view of, else a copy in one that
+        is taken now; flat."""
         reference = self._taken.get(x.ctypes.data)
         taken = None if reference is None else reference()
         if taken is None or taken.size != x.size:
