@@ -152,6 +152,8 @@ def exchange_on_host(
     kept = scratch.get(calls.bucket_of)
     if kept is None or kept["size"] != step.size:
         memory = scratch.setdefault("memory", Memory())
+        if kept is not None:  # the collector would put states back later, over those of new steps
+            kept.abandon()
         kept = scratch[calls.bucket_of] = _Kept(plan.names, memory=memory, size=step.size)
     inputs, call = calls.inputs(tensors, step), calls.begin
     for request in plan.requests:
