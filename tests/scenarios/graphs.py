@@ -233,14 +233,18 @@ def memory_is_used_again_unless_somebody_looks_at_it() -> None:
     variable = tf.Variable(tf.zeros([300, 7]))
     compression = hvd.bind(SPARSE, [variable], momentum=0.5)
     average = tf.function(compression.reduce)
-    memory, kept, sizes = compression.store.scratch, [], []
+    memory, kept, sizes, places = compression.store.scratch, [], [], set()
     for step in range(30):
         (mean,) = average([tf.constant(_gradients(step % 2, hvd.rank())["c"])])
         if step < 4:
-            tensors = [mean, *(x.value() for x in compression.store.states["0"].values())]
+            _, saved = compression.kept()
+            tensors = [mean, *saved.values()]
             kept += [(tensor, tensor.numpy().copy()) for tensor in tensors]
+        states = compression.store.states["0"].values()
+        places.add(tuple(x.value().__array__().ctypes.data for x in states))
         sizes.append(memory["memory"].nbytes)
     for tensor, before in kept:
         np.testing.assert_array_equal(tensor.numpy(), before)
+    assert len(places) == 1, "states are written in place"
     assert sizes[-1] == sizes[15]
-    assert sizes[-1] <= (len(kept) + 9) * 4 * (300 * 7 + 16)
+    assert sizes[-1] <= 15 * 4 * (300 * 7 + 16)
