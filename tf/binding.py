@@ -107,6 +107,7 @@ class VariableBinding(BindingState):
     def stats(self) -> Stats:
         """Return the exact bytes so far and the norm of the residuals, by variable and in total."""
         records, store = {}, self.store
+        store.abandon()
         rows = zip(store.slots, store.counts.numpy(), store.states.values(), strict=True)
         for slot, counts, state in rows:
             record = records[slot.name] = Record(

@@ -115,11 +115,14 @@ class VariableStore(Store):
         own = self.states[str(i)]
         return own[key] if key in own else self.states[str(self._home_of[i])][key]
 
-    def entries(self) -> dict[str, tf.Variable]:
-        """Return the states of all variables by slot and key, those of before if a step has
-        failed."""
+    def abandon(self) -> None:
+        """Give up the exchanges of a step that has failed: states are those of before it."""
         if "memory" in self.scratch:
             self.scratch["memory"].abandon()
+
+    def entries(self) -> dict[str, tf.Variable]:
+        """Return the states of all variables by slot and key."""
+        self.abandon()
         states = self.states.items()
         return {f"{i}.{key}": x for i, own in states for key, x in own.items()}
 
