@@ -22,6 +22,10 @@ with contextlib.suppress(ImportError):
 # Small arrays, many processes: threads that wait for each other cost ten times what they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Open MPI asks libfabric for networks in each start, which takes a second and finds none for ranks
+# of one host.
+os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run tests marked as full, too")

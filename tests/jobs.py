@@ -64,8 +64,6 @@ def settings(**more: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
-        # To ask libfabric for networks takes a second of each start, and finds none for one host.
-        "OMPI_MCA_btl": "^ofi",
         # Tests run more ranks than there are cores, and containers run as root.
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",

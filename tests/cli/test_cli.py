@@ -21,6 +21,7 @@ from hvd_compress import config, launch, methods
 from hvd_compress.cli.main import main
 from hvd_compress.cli.options import picture_file
 from hvd_compress.horovod_wheel import environment
+from tests import jobs
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -152,8 +153,14 @@ def test_loads_no_framework():
     assert done.stdout == "set()\n"
 
 
+def doctor_with_all(**variables):
+    """In a fork, and with forks, of a process that has imported what it asks for."""
+    variables |= jobs.settings(**jobs.sleeping_waits())
+    return command("doctor", python=jobs.python("tensorflow"), **AS_ROOT | variables)
+
+
 def test_doctor_finds_all_well():
-    done = command("doctor", **AS_ROOT)
+    done = doctor_with_all()
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith("all is well for torch, tensorflow, mpi\n")
     rows = {line.split()[1]: line for line in done.stdout.splitlines() if len(line.split()) > 2}
@@ -211,5 +218,5 @@ def test_doctor_judges_by_what_is_wanted(mpi_only):
 
 
 def test_doctor_notices_a_wrong_prefix_of_open_mpi(tmp_path):
-    done = command("doctor", **AS_ROOT, OPAL_PREFIX=str(tmp_path))
+    done = doctor_with_all(OPAL_PREFIX=str(tmp_path))
     assert f"-> OPAL_PREFIX is {tmp_path}; try: unset OPAL_PREFIX" in done.stdout
