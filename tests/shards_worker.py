@@ -192,9 +192,11 @@ def options_of_fully_shard() -> None:
     ways = [{"mp_policy": HALF}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}]
     ways += [{"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, {"wrap": wrapped}]
     ways += [{"wrap": lambda module: torch.compile(module, backend="aot_eager")}]
+    plain = _train(_sharded(), range(4))
     for options in ways:
         loose = "mp_policy" in options
-        expected = _train(_sharded(**options), range(4))
+        # Of the same losses without, since compiling takes longer than all else here.
+        expected = plain if "wrap" in options else _train(_sharded(**options), range(4))
         model = _sharded(**options)
         hvd.compress_shards(model, "linear", parameters="linear")
         found = _train(model, range(4))

@@ -130,9 +130,11 @@ def test_an_error_names_the_rank_that_is_lost(losing, stops, words):
         assert "Timed out" in output or "clos" in output or "reset" in output, output
 
 
-JOBS = [jobs.worker("ddp_worker", ranks, ddp_worker.scenarios_of(ranks)) for ranks in (2, 3)]
-JOBS += [jobs.worker("ddp_nodes_worker", 4, ddp_nodes_worker.SCENARIOS)]
-FULL = [jobs.worker("ddp_worker", ranks, ddp_worker.scenarios_of(ranks)) for ranks in (1, 4)]
+JOBS = [
+    jobs.worker("ddp_worker", 3, ddp_worker.scenarios_of(3)),
+    jobs.worker("ddp_nodes_worker", 4, ddp_nodes_worker.SCENARIOS),
+]
+FULL = [jobs.worker("ddp_worker", ranks, ddp_worker.scenarios_of(ranks)) for ranks in (1, 2, 4)]
 
 
 @pytest.mark.timeout(300)
