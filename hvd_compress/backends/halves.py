@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
-
-from hvd_compress.backends import compiled
 
 
 def narrow(x: np.ndarray, out: np.ndarray, threads: int | None = None) -> None:
@@ -17,7 +16,9 @@ def narrow(x: np.ndarray, out: np.ndarray, threads: int | None = None) -> None:
     is best, since the last one to get a processor is waited for.
     """
     if (native := _compiled(x, out)) is not None:
-        native.narrow(x, out.dtype == np.uint16, out.view(np.uint16), threads or compiled.threads())
+        native.narrow(
+            x, out.dtype == np.uint16, out.view(np.uint16), threads or _kernels().threads()
+        )
     elif out.dtype == np.uint16:
         bits = x.view(np.uint32)
         rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
@@ -32,7 +33,7 @@ def widen(x: np.ndarray, out: np.ndarray, add: bool = False, threads: int | None
     add them.  ``threads`` as for :func:`narrow`."""
     if (native := _compiled(x, out)) is not None:
         native.widen(
-            x.view(np.uint16), x.dtype == np.uint16, out, add, threads or compiled.threads()
+            x.view(np.uint16), x.dtype == np.uint16, out, add, threads or _kernels().threads()
         )
         return
     if x.dtype == np.uint16:  # the upper half of float32
@@ -57,7 +58,12 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 def _compiled(x: np.ndarray, out: np.ndarray) -> Any:
     """The compiled loops, if there are any and the arrays are as they want them."""
-    native, _ = compiled.loaded()
-    own, theirs = x.flags, out.flags
+    native, own, theirs = _kernels().native, x.flags, out.flags
     fits = own.c_contiguous and own.aligned and theirs.c_contiguous and theirs.aligned
     return native.halves if fits and native is not None else None
+
+
+def _kernels() -> Any:
+    """The loops, found by the name that NumPy's backend has for them: they are written over
+    backends."""
+    return importlib.import_module("hvd_compress.kernels")

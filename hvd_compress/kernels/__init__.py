@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from hvd_compress.backends import backend_of
-from hvd_compress.backends.compiled import loaded, threads
 from hvd_compress.kernels import reference
 from hvd_compress.kernels.arrays import (
     Array,
@@ -52,9 +53,24 @@ INSTALL = (
     "install a C++ compiler, then pip install --force-reinstall --no-deps hvd_compress, or in a "
     "checkout make setup"
 )
+#: of what is called in the compiled module, and how; common.h has the same number
+INTERFACE = 7
 logger = logging.getLogger("hvd_compress")
 
-native, problem = loaded()
+
+def _load() -> tuple[Any, str]:
+    """Return the compiled module, or ``None`` and why there is none."""
+    try:
+        module = importlib.import_module("hvd_compress.kernels.native")
+    except ImportError as error:
+        return None, str(error)
+    if (found := getattr(module, "INTERFACE", None)) != INTERFACE:
+        problem = f"{module.__file__} is of another version (interface {found}, not {INTERFACE})"
+        return None, problem
+    return module, ""
+
+
+native, problem = _load()
 
 
 def loops() -> Any:
@@ -73,6 +89,15 @@ def is_compiled() -> bool:
             INSTALL,
         )
     return native is not None
+
+
+def threads() -> int:
+    if (torch := sys.modules.get("torch")) and hasattr(torch, "get_num_threads"):
+        return torch.get_num_threads()
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class TopKSelection:

@@ -35,7 +35,7 @@ using Bits = std::uint32_t;
 template <class T>
 using Array = py::array_t<T, py::array::c_style>;
 
-// Of what Python calls, and how: backends/compiled.py has the same number.
+// Of what Python calls, and how: kernels/__init__.py has the same number.
 constexpr int kInterface = 7;
 
 constexpr Index kStreamed = 1 << 21;  // results of more bytes go around the caches

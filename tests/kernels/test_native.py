@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from hvd_compress import DGC, NoCompression, PowerSGD, TopK, kernels
-from hvd_compress.backends import compiled
 from hvd_compress.codecs import linear
 from hvd_compress.engines.local import LocalEngine
 from hvd_compress.errors import UnsupportedError
@@ -66,8 +65,8 @@ def test_threads_that_cannot_be_had_and_memory_that_runs_out_end_no_process():
 
 
 def test_a_module_of_another_version_is_not_used(monkeypatch):
-    monkeypatch.setattr(compiled, "INTERFACE", compiled.INTERFACE + 1)
-    module, problem = compiled.load()
+    monkeypatch.setattr(kernels, "INTERFACE", kernels.INTERFACE + 1)
+    module, problem = kernels._load()
     assert module is None
     assert problem.startswith(f"{native.__file__} is of another version")
 
@@ -80,8 +79,8 @@ def test_a_change_of_what_is_called_has_a_new_number():
     texts = [x.__doc__ for place in places for x in vars(place).values() if callable(x)]
     signatures = "\n".join(sorted(text for text in texts if text and "->" in text))
     digest = hashlib.sha256(signatures.encode()).hexdigest()[:16]
-    assert (compiled.INTERFACE, digest) == (7, "7077c1c69899b71e"), (
-        "add 1 to INTERFACE of backends/compiled.py and kInterface of common.h, and write both here"
+    assert (kernels.INTERFACE, digest) == (7, "7077c1c69899b71e"), (
+        "add 1 to INTERFACE of kernels/__init__.py and kInterface of common.h, and write both here"
     )
 
 
@@ -90,7 +89,7 @@ def test_what_keeps_the_module_from_being_imported_is_said(monkeypatch, tmp_path
     broken.write_text("no library")
     monkeypatch.delitem(sys.modules, native.__name__)
     monkeypatch.setattr(kernels, "__path__", [str(tmp_path)])
-    module, problem = compiled.load()
+    module, problem = kernels._load()
     assert module is None
     assert str(broken) in problem
     monkeypatch.setattr(kernels, "native", None)
