@@ -310,7 +310,10 @@ def write_into(out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:
     # Their owner may have given them other strides since the exchange began.
     pairs = zip(torch.split(x, sizes), views, strict=True)
     parts = [part.view(view.shape) for part, view in pairs]
-    if not x.is_cuda and (divisor != 1 or x.dtype == views[0].dtype):
+    if not x.is_cuda and divisor != 1 and x.element_size() < views[0].element_size():
+        for view, part in zip(views, parts, strict=True):  # it is divided in the wider dtype
+            view.copy_(part).div_(divisor)
+    elif not x.is_cuda and (divisor != 1 or x.dtype == views[0].dtype):
         for view, part in zip(views, parts, strict=True):
             torch.div(part, divisor, out=view)
     elif x.is_cuda and len({view.data_ptr() for view in views}) == len(views):

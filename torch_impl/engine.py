@@ -190,9 +190,15 @@ class HorovodEngine(TorchEngine, ProcessSetEngine):
         bits, size = op.tensor.view(torch.int16), self.size
         splits = self._splits([part.numel() for part in torch.tensor_split(bits, size)])
         mine, _ = yield Op("alltoall", f"{op.name}.scatter", bits, splits)
-        rows = mine.view(torch.bfloat16).view(size, -1)
-        summed = rows[0].float()
-        for row in rows[1:]:
-            summed += row
-        total = yield Op("gather", f"{op.name}.gather", summed.bfloat16().view(torch.int16))
+        # Nothing but this is left of what came in while the results are under way.
+        mine = _added(mine.view(torch.bfloat16).view(size, -1))
+        total = yield Op("gather", f"{op.name}.gather", mine.view(torch.int16))
         return total.view(torch.bfloat16)
+
+
+def _added(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of rows of bfloat16, added in their order in float32, and rounded once."""
+    total = rows[0].float()
+    for row in rows[1:]:
+        total += row
+    return total.bfloat16()

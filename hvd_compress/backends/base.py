@@ -222,7 +222,7 @@ class EagerBackend(Backend, Protocol):
 
     def write_into(self, out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:
         """Write the flat ``x``, divided by a number, into contiguous arrays, which it spans end to
-        end.  They have its dtype, or a wider one if nothing is divided."""
+        end.  They have its dtype, or a wider one, in which it is divided then."""
 
     def kth_largest(self, x: Array, k: int) -> Array:
         """The k-th largest value (k from 1) along the last axis: of a flat array a scalar, of a

@@ -256,10 +256,11 @@ def write_into(out: Sequence[Array], x: Array, divisor: float = 1.0) -> None:
     for array, part in zip(out, split(x, [array.size for array in out]), strict=True):
         # Not a flat view of the array, which there may not be.
         shaped = part.reshape(array.shape)
-        if divisor == 1:
+        if divisor == 1 or x.itemsize < array.itemsize:  # it is divided in the wider dtype
             np.copyto(array, shaped)
-        else:
-            np.divide(shaped, x.dtype.type(divisor), out=array)
+            shaped = array
+        if divisor != 1:
+            np.divide(shaped, shaped.dtype.type(divisor), out=array)
 
 
 def loops(x: Array) -> str | None:

@@ -84,8 +84,9 @@ class SumPlan(Plan):
         x = specs[0].x
         self._xp = xp = backend_of(x)
         self._kind = xp.dtype(x), getattr(x, "device", None)
+        self._is_on_host = not xp.traces and is_on_host(x)
         # PyTorch rounds with fewer arrays in memory than NumPy.
-        self._speaks_numpy = form.wire is None and not xp.traces and is_on_host(x)
+        self._speaks_numpy = form.wire is None and self._is_on_host
         #: the velocities end to end, of which the states are parts
         self._velocity: Array | None = None
 
@@ -103,8 +104,10 @@ class SumPlan(Plan):
     def exchange(self, tensors: Tensors, step: Context) -> Generator[Request, Any, Averages]:
         xp, gradients, sizes = self._xp, tensors.gradients, self._sizes
         is_written = step.in_place and not xp.traces
+        # Then the total is divided into the gradients, whatever its dtype is.
+        narrow = is_written and self.form.momentum is None and self._is_on_host
         flat = gradients if tensors.flat is None else tensors.flat
-        total = yield from self._total(xp, flat, step.in_place)
+        total = yield from self._total(xp, flat, step.in_place, narrow)
         if self.form.momentum is None and is_written:
             xp.write_into(gradients, total, self.size)
             return Averages(gradients, {})
@@ -124,7 +127,7 @@ class SumPlan(Plan):
         return Averages([xp.restore(x, gradient) for x, gradient in parts], states)
 
     def _total(
-        self, xp: Any, parts: Sequence[Array], in_place: bool
+        self, xp: Any, parts: Sequence[Array], in_place: bool, narrow: bool
     ) -> Generator[Request, Any, Array]:
         own, sizes = xp.end_to_end(parts), self._sizes
         fine = xp.all_finite(own)
@@ -132,7 +135,9 @@ class SumPlan(Plan):
             own = xp.choose(fine, lambda x=own: x, lambda x=own: _made_nan(xp, x, sizes))
         owned = (in_place or len(sizes) > 1) and not xp.traces
         if not self._speaks_numpy:
-            return (yield Sum(own, self.form.wire, self.form.algorithm, owned=owned))
+            request = Sum(own, self.form.wire, self.form.algorithm, owned, narrow)
+            del own  # which the engine may let go of
+            return (yield request)
         (flat,) = xp.flat_on_host([own])
         total = yield Sum(flat, algorithm=self.form.algorithm, owned=owned)
         return xp.from_numpy(total, own)

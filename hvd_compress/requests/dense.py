@@ -95,7 +95,8 @@ class Sum(Dense):
     """Sum ``array`` over the ranks.  ``wire`` names the dtype on the wire if that is not the
     array's dtype: "float16" or "bfloat16".  The reply has the dtype of ``array``.  ``algorithm`` is
     for engines that have several; ``None`` means the engine's default.  ``owned``: nobody needs the
-    array afterwards, and the sum may be made in it.
+    array afterwards, and the sum may be made in it.  ``narrow``: the engine may let go of the array
+    as well, and the reply may have the dtype on the wire.
 
     >>> Sum.reply([Sum(np.array([1.0, 2.0])), Sum(np.array([3.0, 4.0]))], rank=0)
     array([4., 6.])
@@ -104,6 +105,7 @@ class Sum(Dense):
     wire: str | None = None
     algorithm: str | None = None
     owned: bool = False
+    narrow: bool = False
 
     shared = ("wire", "algorithm")
 
@@ -127,7 +129,7 @@ class Sum(Dense):
         return xp.cast(xp.round_to(total, first.wire), xp.dtype(first.array))
 
     def carrying(self, arrays: Sequence[Array]) -> Any:
-        return dataclasses.replace(self, array=arrays[0], owned=False)
+        return dataclasses.replace(self, array=arrays[0], owned=False, narrow=False)
 
     def widened(self, array: Array) -> Any:
         return dataclasses.replace(self.carrying([array]), wire=self.wire or "bfloat16")
