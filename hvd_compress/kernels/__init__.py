@@ -58,6 +58,13 @@ INTERFACE = 7
 logger = logging.getLogger("hvd_compress")
 
 
+#: what starters call the number of ranks on this machine: horovodrun, Open MPI, MPICH, Slurm
+_RANKS_HERE = (
+    *("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    "SLURM_NTASKS_PER_NODE",
+)
+
+
 def _load() -> tuple[Any, str]:
     """Return the compiled module, or ``None`` and why there is none."""
     try:
@@ -94,10 +101,23 @@ def is_compiled() -> bool:
 def threads() -> int:
     if (torch := sys.modules.get("torch")) and hasattr(torch, "get_num_threads"):
         return torch.get_num_threads()
-    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if asked.isdecimal() and int(asked):
-        return int(asked)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _number("OMP_NUM_THREADS") or _cores_of_a_rank()
+
+
+@functools.cache
+def _cores_of_a_rank() -> int:
+    """Return how many cores this process may use.  Ranks that are bound to none share them, since
+    all would take all."""
+    cores = os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    ranks = next(filter(None, map(_number, _RANKS_HERE)), 1)
+    return max(1, min(own, cores // ranks))
+
+
+def _number(variable: str) -> int:
+    """Return the first number of a variable of the environment, 0 if there is none."""
+    text = os.environ.get(variable, "").split(",")[0]
+    return int(text) if text.isdecimal() else 0
 
 
 class TopKSelection:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +182,32 @@ def test_zeros_are_never_listed(others):
 def resident():
     """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize(
+    ("variables", "cores", "expected"),
+    [
+        ({}, 8, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 8, 4),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 1, 1),  # bound to a core
+        ({"MPI_LOCALNRANKS": "100"}, 8, 1),
+        ({"HOROVOD_LOCAL_SIZE": "2", "OMP_NUM_THREADS": "3,1"}, 8, 3),
+    ],
+    ids=str,
+)
+def test_ranks_of_a_machine_share_its_cores(variables, cores, expected, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    for name in (*kernels._RANKS_HERE, "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    kernels._cores_of_a_rank.cache_clear()
+    try:
+        assert kernels.threads() == expected
+    finally:
+        kernels._cores_of_a_rank.cache_clear()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
