@@ -30,14 +30,14 @@ demo: setup ## train on four processes; FRAMEWORK=tensorflow, METHODS="none topk
 	@$(RUN) python -m mpi_examples.$(DEMO_$(FRAMEWORK)) $(if $(METHODS),--compression $(METHODS)) $(ARGS)
 
 # Status 5: ARGS chose no test.
-PYTEST := pytest -n logical --maxprocesses 8 --max-worker-restart 2
+PYTEST := pytest -n auto --maxprocesses 8 --max-worker-restart 2
 # What imports no TensorFlow and starts no other processes.
 LAWS := tests/core/test_laws.py tests/systems/test_laws.py tests/engines/test_lockstep.py
 
 check: lint ## a first answer in three minutes: lint, the laws in NumPy and PyTorch, lockstep
 	@$(RUN) $(PYTEST) -k "not tensorflow and not drawn" $(LAWS) $(ARGS)
 
-test: lint ## lint, then the tests, twenty minutes on two cores; make test ARGS="-k dgc"
+test: lint ## lint, then the tests, fifteen minutes on two cores; make test ARGS="-k dgc"
 	@$(RUN) $(PYTEST) $(ARGS) || [ $$? = 5 ]
 
 test-all: lint sanitize ## the same with large arrays, many ranks, clusters, and training of all methods
