@@ -30,7 +30,7 @@ demo: setup ## train on four processes; FRAMEWORK=tensorflow, METHODS="none topk
 	@$(RUN) python -m mpi_examples.$(DEMO_$(FRAMEWORK)) $(if $(METHODS),--compression $(METHODS)) $(ARGS)
 
 # Status 5: ARGS chose no test.
-PYTEST := pytest -n auto --maxprocesses 8 --max-worker-restart 2
+PYTEST := pytest -n logical --maxprocesses 8 --max-worker-restart 2
 # What imports no TensorFlow and starts no other processes.
 LAWS := tests/core/test_laws.py tests/systems/test_laws.py tests/engines/test_lockstep.py
 

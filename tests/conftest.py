@@ -100,13 +100,6 @@ OF_ONE_JOB = {
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers():
-    """Half as many again as there are cores: ranks wait for each other's messages."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return (cores or 1) * 3 // 2
-
-
-@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Tests that read the results of one job go to one worker, which starts the job once: those
     whose names are equal up to an @, and those of some files."""
