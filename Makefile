@@ -37,7 +37,7 @@ LAWS := tests/core/test_laws.py tests/systems/test_laws.py tests/engines/test_lo
 check: lint ## a first answer in three minutes: lint, the laws in NumPy and PyTorch, lockstep
 	@$(RUN) $(PYTEST) -k "not tensorflow and not drawn" $(LAWS) $(ARGS)
 
-test: lint ## lint, then the tests, fifteen minutes on two cores; make test ARGS="-k dgc"
+test: lint ## lint, then the tests, twelve to twenty minutes on two cores; make test ARGS="-k dgc"
 	@$(RUN) $(PYTEST) $(ARGS) || [ $$? = 5 ]
 
 test-all: lint sanitize ## the same with large arrays, many ranks, clusters, and training of all methods
